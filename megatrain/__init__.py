@@ -1,0 +1,1 @@
+"""Full-precision training of large language models on one device, with tiered state."""

@@ -1,0 +1,1 @@
+"""Training samples: reading, order and batches."""

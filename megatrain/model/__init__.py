@@ -1,0 +1,1 @@
+"""A Hugging Face causal LM, cut into units whose parameters are bound from buffers."""

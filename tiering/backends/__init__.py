@@ -1,0 +1,1 @@
+"""One file per kind of storage, each behind the same small interface."""

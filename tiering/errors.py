@@ -1,0 +1,64 @@
+"""Every error a user can cause or a disk can raise, grouped by what the handler does."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import ClassVar
+
+
+class MegatrainError(Exception):
+    """Something the user must be told; the command ends with ``exit_code``."""
+
+    exit_code: ClassVar[int] = 3
+
+
+class UsageError(MegatrainError):
+    """The command line or the run file is wrong."""
+
+    exit_code: ClassVar[int] = 2
+
+
+class RefusedError(MegatrainError):
+    """An input or a store that cannot be used as it is; nothing was changed."""
+
+
+class CorruptionError(RefusedError):
+    """Bytes differ from what their manifest, index or header promises."""
+
+
+class CapacityError(RefusedError):
+    """The work does not fit the memory or the drives it was given."""
+
+
+class LockedError(MegatrainError):
+    """Another process holds what is needed."""
+
+    exit_code: ClassVar[int] = 4
+
+
+class StorageError(MegatrainError):
+    """An input or output operation failed, or moved fewer bytes than it had to."""
+
+    exit_code: ClassVar[int] = 5
+
+    def __init__(
+        self,
+        action: str,
+        path: str | os.PathLike[str],
+        *,
+        errno: int = 0,
+        offset: int = 0,
+        wanted: int = 0,
+        moved: int = 0,
+        hint: str = "",
+    ) -> None:
+        self.action = action
+        self.path = Path(path)
+        self.errno = errno
+        self.offset = offset
+        self.wanted = wanted
+        self.moved = moved
+        reason = os.strerror(errno) if errno else "ended early"
+        span = f" at offset {offset}: moved {moved} of {wanted} B" if wanted else ""
+        super().__init__(f"cannot {action} {self.path}{span}: {reason}{hint and f'; {hint}'}")
