@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -82,6 +82,9 @@ Number = Annotated[float, BeforeValidator(_number)]
 NonNegative = Annotated[float, Field(ge=0), BeforeValidator(_number)]
 Beta = Annotated[float, Field(ge=0, lt=1), BeforeValidator(_number)]
 Location = Annotated[Path, BeforeValidator(_path)]
+
+
+_Run = TypeVar("_Run", bound="RunConfig")
 
 
 class _Section(BaseModel):
@@ -295,7 +298,7 @@ def known_keys() -> tuple[str, ...]:
     return tuple(keys)
 
 
-def _validate(model: type[RunConfig], document: object, places: runfile.Places) -> Any:
+def _validate(model: type[_Run], document: object, places: runfile.Places) -> _Run:
     try:
         return model.model_validate(document)
     except ValidationError as error:

@@ -147,7 +147,7 @@ def _dotted(detail: ErrorDetails, known: Sequence[str]) -> str:
 
 def _sentence(detail: ErrorDetails, key: str, known: Sequence[str]) -> str:
     """Return what follows the key in a message."""
-    found = f"found {detail['input']!r}"
+    text, found = detail["msg"], f"found {detail['input']!r}"
     match detail["type"]:
         case "extra_forbidden":
             return f"is an unknown key; the nearest known key is {nearest(key, known)}"
@@ -155,8 +155,10 @@ def _sentence(detail: ErrorDetails, key: str, known: Sequence[str]) -> str:
             return "is missing"
         case "model_type" | "model_attributes_type":
             return f"is a section: expected keys under it, {found}"
+        case "tuple_type":
+            return f"must be a list ({found})"
         case "value_error":
-            return f"is wrong: {detail['msg'].removeprefix('Value error, ')}"
+            return f"is wrong: {text.removeprefix('Value error, ')}"
         case _:
             return f"{detail['msg'].removeprefix('Input should ')}, {found}".replace(
                 "be ", "must be ", 1
