@@ -160,9 +160,7 @@ def _sentence(detail: ErrorDetails, key: str, known: Sequence[str]) -> str:
         case "value_error":
             return f"is wrong: {text.removeprefix('Value error, ')}"
         case _:
-            return f"{detail['msg'].removeprefix('Input should ')}, {found}".replace(
-                "be ", "must be ", 1
-            )
+            return f"{text.replace('Input should be', 'must be')} ({found})"
 
 
 def nearest(key: str, known: Sequence[str]) -> str:

@@ -39,7 +39,7 @@ class Sample:
 
 
 class Dataset:
-    """The samples of a JSONL file; tokenised at each access, for one thread at a time.
+    """The samples of a JSONL file; tokenised at each access.
 
     ``tokenizer`` may be None when every record brings its ``input_ids``.
     """
@@ -64,7 +64,7 @@ class Dataset:
         return (self[i] for i in range(len(self)))
 
     def __getitem__(self, i: int) -> Sample:
-        record = jsonl.read(self.records, self._file, i)
+        record = jsonl.read(self.records, self._file.fileno(), i)
         try:
             ids, labels = self._encode(record)
         except chat.TemplateError as error:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import sys
 import zlib
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 from tiering.errors import CorruptionError, RefusedError, StorageError
 
@@ -87,14 +88,13 @@ def scan(path: Path, *, vocab_size: int | None = None, skip_bad_lines: bool = Fa
     )
 
 
-def read(index: Index, file: BinaryIO, i: int) -> dict[str, Any]:
-    """Return record ``i`` from ``file``, the open file of ``index``.
+def read(index: Index, fd: int, i: int) -> dict[str, Any]:
+    """Return record ``i`` from ``fd``, the open file of ``index``; threads may share it.
 
     Raises:
         CorruptionError: The line is not the one that was scanned.
     """
-    file.seek(index.offsets[i])
-    line = file.read(index.lengths[i])
+    line = os.pread(fd, index.lengths[i], index.offsets[i])
     if zlib.crc32(line) != index.checksums[i]:
         raise CorruptionError(f"{index.place(i)}: the file has changed since it was scanned")
     return parse(line)
