@@ -1,0 +1,83 @@
+"""metrics.jsonl: one JSON object a step, in the order of the steps."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tiering.errors import StorageError
+
+log = logging.getLogger(__name__)
+
+Row = dict[str, Any]
+
+
+class MetricsLog:
+    """Appends rows; what was appended is in the file when :meth:`append` returns (not fsynced)."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Add one row, which names its ``step``; numbers that are not finite become null."""
+        line = json.dumps({key: _finite(value) for key, value in row.items()}, allow_nan=False)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+        except OSError as error:
+            raise StorageError("write", self.path, errno=error.errno or 0) from error
+
+    def read(self) -> list[Row]:
+        """Return every whole row; a line that a kill or a power cut has torn is left out."""
+        return list(self._rows())
+
+    def truncate_after(self, step: int) -> int:
+        """Drop the rows of steps past ``step``, and torn lines; return the number of rows kept.
+
+        The file is replaced in one rename, so a kill leaves the old rows or the new ones.
+        """
+        if not self.path.exists():
+            return 0
+        kept = [row for row in self._rows() if row["step"] <= step]
+        fresh = self.path.with_name(self.path.name + ".new")
+        try:
+            with fresh.open("w", encoding="utf-8") as file:
+                file.writelines(json.dumps(row) + "\n" for row in kept)
+                file.flush()
+                os.fsync(file.fileno())  # bytes before name: never an empty file after a power cut
+            fresh.replace(self.path)
+        except OSError as error:
+            fresh.unlink(missing_ok=True)
+            raise StorageError("write", fresh, errno=error.errno or 0) from error
+        return len(kept)
+
+    def _rows(self) -> Iterator[Row]:
+        if not self.path.exists():
+            return
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                row = _parse(line)
+                if row is None:
+                    log.warning("%s:%d: left out a torn line", self.path, number)
+                else:
+                    yield row
+
+
+def _parse(line: bytes) -> Row | None:
+    if not line.endswith(b"\n"):
+        return None  # without its end a line may look whole: "step": 12 of "step": 120
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

