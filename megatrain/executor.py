@@ -79,7 +79,7 @@ class Executor:
             self.seconds[op.kind] += time.perf_counter() - began
 
         self.lanes.run(self._lists[commit], handle)
-        if not state.skip:
+        if not state.skip and not commit:
             self.update.applied(state)
         return _result(state)
 
@@ -110,6 +110,7 @@ class Executor:
 
     def _finish(self, op: Op, state: StepState) -> None:
         if not state.skip:
+            self.update.applied(state)  # the counts belong to the generation
             self._commit(Applied(result=_result(state), checksums=self.update.ledger.tables()))
 
 

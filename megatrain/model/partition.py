@@ -78,9 +78,7 @@ class Binding:
         if flat.shape != (self.length,):
             raise ValueError(f"buffer of shape {tuple(flat.shape)}, need ({self.length},)")
         tensors = (seat.tensor for seat in self.seats)
-        return tuple(
-            flat[t.offset - self.origin :][: t.length].view(t.shape) for t in tensors
-        )
+        return tuple(flat[t.offset - self.origin :][: t.length].view(t.shape) for t in tensors)
 
     @contextmanager
     def bound(self, flat: torch.Tensor) -> Iterator[None]:
@@ -158,9 +156,7 @@ def seats_of(model: nn.Module, tensors: Iterable[Tensor]) -> list[Seat]:
     seats = []
     for tensor in tensors:
         path, _, attribute = tensor.name.rpartition(".")
-        seats.append(
-            Seat(module=model.get_submodule(path), attribute=attribute, tensor=tensor)
-        )
+        seats.append(Seat(module=model.get_submodule(path), attribute=attribute, tensor=tensor))
     return seats
 
 

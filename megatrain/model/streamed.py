@@ -220,9 +220,7 @@ class StreamedModel:
         model, (outer_in, *layers, outer_out) = self._template.model, units
         rest = outer_in.tensors[1:]
         origin = rest[0].offset if rest else outer_in.length
-        self._rest = Binding(
-            seats_of(model, rest), length=outer_in.length - origin, origin=origin
-        )
+        self._rest = Binding(seats_of(model, rest), length=outer_in.length - origin, origin=origin)
         self._layers = [_whole(model, unit) for unit in layers]
         self._outer_out = _whole(model, outer_out)
 

@@ -122,9 +122,9 @@ def _parameters_on_meta() -> Iterator[None]:
 def _place_buffers(
     model: nn.Module, device: torch.device, values: Mapping[str, torch.Tensor]
 ) -> None:
-    persistent = model.state_dict().keys() - dict(
-        model.named_parameters(remove_duplicate=False)
-    ).keys()
+    persistent = (
+        model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys()
+    )
     if missing := sorted(persistent - values.keys()):
         raise RefusedError(f"the values of buffer {missing[0]} were not given")
     for path, module in model.named_modules():
