@@ -10,10 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from tiering.arena import Arena
-from tiering.pool import Pool
-from tiering.scratch import Scratch
-from tiering.store import StoreReader, StoreWriter, open_reader
 
 from checkpoint.schema import SCHEMA_FILE, Layout, Schema, Tensor, Unit
 from megatrain.config import RunConfig
@@ -26,8 +22,12 @@ from megatrain.planner import Budget, Plan, fit
 from megatrain.shape import PIECE, Shape, UnitShape
 from megatrain.stage import TORCH_DTYPES, Stage
 from megatrain.update import Update
+from tiering.arena import Arena
 from tiering.errors import RefusedError
+from tiering.pool import Pool
 from tiering.records import ITEMSIZE, Record, Tier
+from tiering.scratch import Scratch
+from tiering.store import StoreReader, StoreWriter, open_reader
 
 
 def read_schema(store: StoreReader | StoreWriter) -> Schema:
@@ -151,6 +151,7 @@ def start(
         host = stack.enter_context(Arena(plan.host_nbytes))
         stack.callback(gc.collect)  # tensors that alias the arena must be gone before it closes
         pool = Pool(store, plan.step.placement, host)
+        stack.callback(pool.close)
         pool.load(on_loaded)
         memory = Memory(plan.arenas, host=host, device=device)
         stack.callback(memory.close)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from tiering.arena import Arena
 
 from megatrain.ops import DEVICE_ARENAS, ArenaName, Take
 from megatrain.planner import Arenas
+from tiering.arena import Arena
 
 
 class Memory:

@@ -10,12 +10,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tiering.placement import place
-
 from megatrain.ops import DEVICE_ARENAS, ArenaName, Kind, Lane, Op, Step, Take
 from megatrain.schedule import build
 from megatrain.shape import MOMENTS, PIECE, Shape, Sizes
 from tiering.errors import CapacityError
+from tiering.placement import place
 from tiering.records import ALIGNMENT, Record, Tier, round_up
 
 SLAB_LENGTHS = tuple(PIECE << k for k in (4, 3, 2, 1, 0))  # 1,048,576 down to 65,536 elements

@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from tiering.pool import Pool
-from tiering.scratch import Scratch
 
 from checkpoint.schema import Unit
 from megatrain.data.batches import MicroBatch, Window
@@ -20,7 +18,9 @@ from megatrain.model.streamed import OuterIn, StreamedModel
 from megatrain.ops import ArenaName, Kind, Op, Take
 from megatrain.planner import Plan
 from megatrain.shape import Shape
+from tiering.pool import Pool
 from tiering.records import ALIGNMENT, Tier, round_up
+from tiering.scratch import Scratch
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,

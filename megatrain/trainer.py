@@ -45,10 +45,6 @@ class Stop:
         self.requested = True
 
 
-class DataChangedError(RefusedError):
-    """The data is not what the run began with."""
-
-
 @dataclass(slots=True, kw_only=True)
 class _Turn:
     """The step in progress, as the commit needs to see it."""
@@ -102,6 +98,10 @@ class Trainer:
         self._since = time.perf_counter()
         while not self.state.finished and not self._may_stop():
             self._step()
+
+    def detach(self) -> None:
+        """Let go of the engine, whose memory is about to be given back."""
+        self._engine = None
 
     def _may_stop(self) -> bool:
         return self.stop.requested and self.committed == self.state.step
@@ -233,8 +233,8 @@ class Trainer:
         drives = stage.pool.traffic[Tier.NVME]
         read, written = drives.read_bytes, drives.written_bytes
         if stage.scratch is not None:
-            read += stage.scratch.traffic.read_bytes
-            written += stage.scratch.traffic.written_bytes
+            read += stage.scratch.read_bytes
+            written += stage.scratch.written_bytes
         ram = stage.ram_traffic
         return {
             Tier.PINNED: Traffic(read=ram.read, written=ram.written),

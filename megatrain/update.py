@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from tiering.checksum import ChunkCrc
 
 from checkpoint.schema import Tensor
 from megatrain.ops import ArenaName, Op, Take
 from megatrain.optimizer import AdamStep, CpuAdam
 from megatrain.shape import MOMENTS, PIECE
 from megatrain.stage import TORCH_DTYPES, Stage, StepState, held
+from tiering.checksum import ChunkCrc
 
 Rule = Callable[[str, int], AdamStep]
 
