@@ -98,13 +98,11 @@ class _Exporter:
         self._nbytes = sum(tensor.nbytes for tensor in self.tensors)
 
     def _outputs(self) -> Iterator[OutputTensor]:
-        aliases = {tie.target: tie.alias for tie in self._schema.ties if tie.in_source}
-        for unit in self._schema.units:
-            for tensor in unit.tensors:
-                dtype = self._target(unit, tensor)
-                yield OutputTensor(name=tensor.name, dtype=dtype, shape=tensor.shape)
-                if alias := aliases.get(tensor.name):
-                    yield OutputTensor(name=alias, dtype=dtype, shape=tensor.shape)
+        aliases = [tie.alias for tie in self._schema.ties if tie.in_source]
+        tensors = (tensor.name for unit in self._schema.units for tensor in unit.tensors)
+        for name in (*tensors, *aliases):
+            unit, tensor = self._schema.find(name)
+            yield OutputTensor(name=name, dtype=self._target(unit, tensor), shape=tensor.shape)
 
     def _target(self, unit: Unit, tensor: Tensor) -> str:
         return (unit.trainable and self._dtype) or tensor.dtype
