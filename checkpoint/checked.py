@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
-
-from tiering.checksum import crc32c
 
 from checkpoint.schema import SCHEMA_FILE, Schema
 from checkpoint.windows import aligned
+from tiering.checksum import crc32c
 from tiering.errors import CorruptionError
 from tiering.records import CHUNK_LENGTH, Record
 
 if TYPE_CHECKING:
-    from tiering.store import StoreReader
+    from tiering.store import ChunkRef, StoreReader
 
 MAX_CHUNK_NBYTES = 8 * CHUNK_LENGTH
 
@@ -28,8 +27,9 @@ class CheckedReader:
 
     def __init__(self, reader: StoreReader) -> None:
         self._reader = reader
-        self._buffer = memoryview(aligned(MAX_CHUNK_NBYTES))
+        self._buffer = aligned(MAX_CHUNK_NBYTES).data
         self._held: tuple[str, int] | None = None
+        self._places: tuple[str, Sequence[ChunkRef]] = ("", ())
 
     def read(self, record: Record, offset: int, nbytes: int) -> Iterator[memoryview]:
         """Yield the ``nbytes`` from ``offset`` on; each piece is valid until the next is asked for.
@@ -52,10 +52,15 @@ class CheckedReader:
         offset = chunk * record.geometry.chunk_nbytes
         length = min(record.geometry.chunk_nbytes, record.nbytes - offset)
         self._reader.read(record.name, offset, self._buffer[:length])
-        place = self._reader.chunk(record.name, chunk)
-        if crc32c(self._buffer[:length]) != place.crc:
+        place = self._place(record.name, chunk)
+        if (found := crc32c(self._buffer[:length])) != place.crc:
             raise CorruptionError(
-                f"{place.file}: chunk at offset {place.offset} differs from its checksum; "
-                f"drive {place.drive}, record {record.name}, chunk {chunk}"
+                f"{place.path}: chunk at offset {place.offset} has crc32c {found:08x}, committed "
+                f"was {place.crc:08x}; drive {place.drive}, record {record.name}, chunk {chunk}"
             )
         self._held = (record.name, chunk)
+
+    def _place(self, name: str, chunk: int) -> ChunkRef:
+        if self._places[0] != name:
+            self._places = (name, tuple(self._reader.chunks(name)))
+        return self._places[1][chunk]

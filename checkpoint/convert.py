@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
-from tiering.checksum import ChunkCrc, Table, zeros_table
-from tiering.store import StoreWriter, create_store
-
-from checkpoint.codec import decode, round_to_bfloat16
+from checkpoint.codec import Bytes, decode, round_to_bfloat16
 from checkpoint.formats.files import RangeReader
 from checkpoint.formats.safetensors import tensor_nbytes
 from checkpoint.plan import Plan, plan_conversion
-from checkpoint.schema import MOMENTS, SCHEMA_FILE, Layout, Role, Schema, Unit
+from checkpoint.schema import SCHEMA_FILE, Layout, Role, Schema, Unit
 from checkpoint.windows import Span, Window, aligned, piece_length, windows
+from tiering.checksum import ChunkCrc, Table
 from tiering.errors import RefusedError
-from tiering.records import Record, round_up
+from tiering.records import ALIGNMENT, Record, round_up
+from tiering.store import StoreWriter, create_store
 
 BYTES_PER_ELEMENT = 8 + 4 + 2  # the widest source, the master, the weights
 
@@ -54,10 +52,8 @@ def convert(
     files = {SCHEMA_FILE: plan.schema.encode(), **plan.side_files}
     records = plan.schema.records()
     with create_store(store, records=records, schema_files=files, drives=drives) as writer:
-        slot = writer.begin()
         with RangeReader() as reader:
-            filler = _Filler(plan, writer, slot, reader, piece, on_progress)
-            checksums = filler.fill()
+            checksums = _Filler(plan, writer, reader, piece, on_progress).fill()
         writer.commit(step=0, train_state={}, checksums=checksums)
     return plan.schema
 
@@ -69,20 +65,18 @@ def _check_apart(src: Path, store: Path) -> None:
 
 
 class _Filler:
-    """Writes every record of a plan into one slot; owns the memory for the pieces."""
+    """Writes the records of a plan into the working slot; owns the memory for the pieces."""
 
     def __init__(
         self,
         plan: Plan,
         writer: StoreWriter,
-        slot: int,
         reader: RangeReader,
         piece: int,
         on_progress: Progress | None,
     ) -> None:
         self._plan = plan
         self._writer = writer
-        self._slot = slot
         self._reader = reader
         self._piece = piece
         self._on_progress = on_progress
@@ -92,7 +86,7 @@ class _Filler:
         self._weights = aligned(2 * piece)
 
     def fill(self) -> Mapping[str, Table]:
-        """Write everything and return the checksums of each record."""
+        """Write all but the moments, which stay holes; return the checksums of each record."""
         checksums: dict[str, Table] = {}
         for unit in self._plan.schema.units:
             fill = self._fill_trainable if unit.trainable else self._fill_carried
@@ -104,7 +98,7 @@ class _Filler:
         records = {role: schema.record(unit, role) for role in schema.roles(unit)}
         pieces = {Role.MASTER: self._master, Role.WEIGHTS: self._weights}
         sinks = {
-            role: _Sink(self._writer, self._slot, records[role], pieces[role])
+            role: _Sink(self._writer, records[role], pieces[role])
             for role in pieces
             if role in records
         }
@@ -112,9 +106,7 @@ class _Filler:
             self._decode(window)
             for sink in sinks.values():
                 sink.write(window)
-        tables = {records[role].name: sink.table() for role, sink in sinks.items()}
-        tables |= {records[role].name: zeros_table(records[role]) for role in MOMENTS}
-        return tables
+        return {records[role].name: sink.table() for role, sink in sinks.items()}
 
     def _decode(self, window: Window) -> None:
         """Make master and weights hold the values of a window."""
@@ -132,7 +124,7 @@ class _Filler:
     def _fill_carried(self, unit: Unit) -> Mapping[str, Table]:
         record = self._plan.schema.record(unit, Role.WEIGHTS)
         piece = aligned(record.itemsize * self._piece)
-        sink = _Sink(self._writer, self._slot, record, piece)
+        sink = _Sink(self._writer, record, piece)
         for window in windows(unit, self._piece):
             piece[...] = 0
             for span in window.spans:
@@ -141,12 +133,12 @@ class _Filler:
             sink.write(window)
         return {record.name: sink.table()}
 
-    def _read(self, span: Span) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    def _read(self, span: Span) -> Bytes:
         """Return the source's bytes of a span, valid until the next call."""
         info = self._plan.origin[span.tensor.name]
         raw = self._raw[: tensor_nbytes(info.dtype, (span.length,))]
         offset = info.start + tensor_nbytes(info.dtype, (span.first,))
-        self._reader.read(self._plan.source.path(info), offset, memoryview(raw))
+        self._reader.read(self._plan.source.path(info), offset, raw.data)
         self._done += raw.nbytes
         if self._on_progress:
             self._on_progress(self._done, self._plan.nbytes)
@@ -156,15 +148,10 @@ class _Filler:
 class _Sink:
     """One record being written from start to end out of ``piece``."""
 
-    def __init__(
-        self,
-        writer: StoreWriter,
-        slot: int,
-        record: Record,
-        piece: np.ndarray[tuple[int], np.dtype[np.uint8]],
-    ) -> None:
+    def __init__(self, writer: StoreWriter, record: Record, piece: Bytes) -> None:
+        assert writer.working is not None  #  a store that is being made has a slot
         self._writer = writer
-        self._slot = slot
+        self._slot = writer.working
         self._record = record
         self._piece = piece
         self._crc = ChunkCrc(record)
@@ -173,11 +160,10 @@ class _Sink:
         """Write the elements of a window; the piece's bytes after them become zero."""
         itemsize = self._record.itemsize
         offset, nbytes = window.start * itemsize, window.length * itemsize
-        padded = round_up(nbytes, 4096)
+        padded = round_up(nbytes, ALIGNMENT)
         self._piece[nbytes:padded] = 0
-        self._crc.feed(offset, memoryview(self._piece[:nbytes]))
-        data = memoryview(self._piece[:padded])
-        self._writer.write(self._slot, self._record.name, offset, data)
+        self._crc.feed(offset, self._piece[:nbytes].data)
+        self._writer.write(self._slot, self._record.name, offset, self._piece[:padded].data)
 
     def table(self) -> Table:
         """Return the checksums of what was written."""

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from tiering.store import StoreReader, open_reader
 
 from checkpoint.checked import CheckedReader, read_schema
 from checkpoint.codec import encode
@@ -19,6 +18,7 @@ from checkpoint.formats.hf import CONFIG
 from checkpoint.formats.hf_writer import OutputTensor, new_folder, plan_shards, write_folder
 from checkpoint.schema import Role, Schema, Tensor, Unit
 from tiering.errors import CorruptionError, RefusedError
+from tiering.store import StoreReader, open_reader
 
 MAX_SHARD_NBYTES = 5_000_000_000
 DTYPES: Mapping[str, str | None] = {"source": None, "bfloat16": "BF16", "float32": "F32"}
@@ -136,7 +136,7 @@ def _encoded(master: memoryview, dtype: str) -> memoryview:
         return master
     out = np.empty(2 * len(values), np.uint8)
     encode(values, dtype, out)
-    return memoryview(out)
+    return out.data
 
 
 def _side_files(reader: StoreReader, schema: Schema, dtype: str) -> dict[str, bytes]:
