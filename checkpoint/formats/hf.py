@@ -31,6 +31,13 @@ COMPARE_NBYTES = 1 << 20
 
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<total>\d{5})\.safetensors")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+_FOREIGN = (*_PICKLES, ".bin.index.json", ".h5", ".msgpack")
+_OURS = (".safetensors", ".safetensors.index.json", ".gguf")
+
+
+def is_weights(name: str) -> bool:
+    """Whether a file of this name holds or lists weights, in whatever format."""
+    return name.endswith((*_OURS, *_FOREIGN))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,9 +199,9 @@ def _ignored(folder: Path, used: Sequence[str]) -> tuple[Ignored, ...]:
         name = path.name
         if name in used or name == INDEX:
             continue
-        if name.endswith((".safetensors", ".safetensors.index.json", ".gguf")):
+        if name.endswith(_OURS):
             reasons.append(Ignored(name=name, reason="weights that are not part of the set read"))
-        elif name.endswith((*_PICKLES, ".bin.index.json", ".h5", ".msgpack")):
+        elif name.endswith(_FOREIGN):
             reasons.append(Ignored(name=name, reason="not safetensors"))
     return tuple(reasons)
 
