@@ -17,7 +17,8 @@ from tiering.errors import CapacityError
 from tiering.placement import place
 from tiering.records import ALIGNMENT, Record, Tier, round_up
 
-SLAB_LENGTHS = tuple(PIECE << k for k in (4, 3, 2, 1, 0))  # 1,048,576 down to 65,536 elements
+SLABS_PER_STEP = 2048  # about; more operations cost more than their overlap gains
+DEFAULT_SLAB = 16 * PIECE  # 1,048,576 elements: large requests, small staging
 Arenas = Mapping[ArenaName, tuple[int, ...]]
 
 
@@ -147,27 +148,34 @@ def fit(shape: Shape, records: Mapping[str, Record], budget: Budget) -> Plan:
     smallest: Plan | None = None
     for sizes in candidates(shape, budget):
         bare = assemble(shape, records, sizes, budget, resident=0)
-        room = budget.ram - bare.host_nbytes
-        if room >= 0:
-            return _with_records(bare, budget, room)
+        if bare.host_nbytes <= budget.ram:
+            return _with_records(bare, budget)
         if smallest is None or bare.host_nbytes < smallest.host_nbytes:
             smallest = bare
     assert smallest is not None  # candidates() is never empty
     raise CapacityError(refusal(smallest))
 
 
-def _with_records(bare: Plan, budget: Budget, room: int) -> Plan:
-    """Fill the room with records; update slabs may shrink away, so the fit is checked again."""
-    cap = room if budget.resident is None else budget.resident
-    if budget.resident is not None and budget.resident > room:
-        cap = room
-    return assemble(bare.step.shape, bare.records, bare.step.sizes, budget, resident=min(cap, room))
+def _with_records(bare: Plan, budget: Budget) -> Plan:
+    """Fill the room with records. When all of them fit, no slab is needed to stage them."""
+    shape, sizes, records = bare.step.shape, bare.step.sizes, bare.records
+    cap = budget.ram if budget.resident is None else budget.resident
+    everything = sum(record.padded_nbytes for record in records.values())
+    if everything <= cap:
+        whole = assemble(shape, records, sizes, budget, resident=everything)
+        if whole.host_nbytes <= budget.ram:
+            return whole
+    room = min(cap, budget.ram - bare.host_nbytes)
+    return assemble(shape, records, sizes, budget, resident=room)
 
 
 def candidates(shape: Shape, budget: Budget) -> Iterator[Sizes]:
     """Yield the sizes to try, best first."""
-    lengths = (budget.slab_length,) if budget.slab_length else SLAB_LENGTHS
-    keeps = (True, False) if budget.gradients_in_ram is None else (budget.gradients_in_ram,)
+    lengths = (budget.slab_length,) if budget.slab_length else slab_lengths(shape)
+    fits = shape.gradients_nbytes < budget.ram
+    keeps = (True,) * fits + (False,)
+    if budget.gradients_in_ram is not None:
+        keeps = (budget.gradients_in_ram,)
     for keep in keeps:
         for length in lengths:
             for depth in (4, 3, 2):
@@ -178,6 +186,14 @@ def candidates(shape: Shape, budget: Budget) -> Iterator[Sizes]:
                     update_slabs=depth,
                     gradients_in_ram=keep,
                 )
+
+
+def slab_lengths(shape: Shape) -> tuple[int, ...]:
+    """Return the slab lengths to try, longest first; the longest grows with the model."""
+    widest = round_up(max(unit.length for unit in shape.units), PIECE)
+    longest = max(min(DEFAULT_SLAB, widest), shape.parameters // SLABS_PER_STEP)
+    doublings = (longest // PIECE).bit_length() - 1
+    return tuple(PIECE << k for k in range(doublings, max(0, doublings - 4) - 1, -1))
 
 
 def staging_slabs(shape: Shape, slab_length: int, depth: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -104,7 +105,7 @@ def test_no_slab_has_two_holders_whatever_the_timing(step: Step) -> None:
             assert holders[key], f"{op} works on {key} before it is taken"
             holders[key][-1].append(op)
     for holds in holders.values():
-        for earlier, later in zip(holds, holds[1:], strict=False):
+        for earlier, later in itertools.pairwise(holds):
             start = over[later[0].id]
             assert all(start >> op.id & 1 for op in earlier), (earlier, later[0])
 
