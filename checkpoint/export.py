@@ -16,6 +16,7 @@ from checkpoint.codec import encode
 from checkpoint.formats.files import parse_object
 from checkpoint.formats.hf import CONFIG
 from checkpoint.formats.hf_writer import OutputTensor, new_folder, plan_shards, write_folder
+from checkpoint.scales import FP8
 from checkpoint.schema import Role, Schema, Tensor, Unit
 from tiering.errors import CorruptionError, RefusedError
 from tiering.store import StoreReader, open_reader
@@ -105,7 +106,9 @@ class _Exporter:
             yield OutputTensor(name=name, dtype=self._target(unit, tensor), shape=tensor.shape)
 
     def _target(self, unit: Unit, tensor: Tensor) -> str:
-        return (unit.trainable and self._dtype) or tensor.dtype
+        if not unit.trainable:
+            return tensor.dtype
+        return self._dtype or ("BF16" if tensor.dtype in FP8 else tensor.dtype)
 
     def content(self, output: OutputTensor) -> Iterator[memoryview]:
         """Yield the bytes of one tensor."""

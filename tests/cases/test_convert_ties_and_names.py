@@ -227,7 +227,7 @@ def test_every_bit_pattern_survives(tmp_path: Path) -> None:
     round_trip(tmp_path / "model", tensors)
 
 
-@pytest.mark.parametrize("method", ["gptq", "fp8", None])
+@pytest.mark.parametrize("method", ["gptq", "compressed-tensors", None])
 def test_quantised_weights_are_refused_by_name(tmp_path: Path, method: str | None) -> None:
     make_llama(tmp_path / "model")
     quantization = {"quant_method": method} if method else {"bits": 4}
