@@ -175,7 +175,7 @@ def _ties(expected: Expected, match: Match, dropped: Sequence[str] = ()) -> tupl
 
 
 def _match(expected: Expected, source: Source) -> Match:
-    match = match_names(expected, source.tensors, str(source.folder))
+    match = match_names(expected, source.tensors, str(source.title))
     shapes = {parameter.name: parameter.shape for parameter in expected.parameters}
     shapes |= expected.buffers
     shapes |= {alias: shapes[expected.aliases[alias]] for alias in match.aliases}

@@ -54,6 +54,11 @@ class Source:
         """Return the file that holds ``tensor``."""
         return self.folder / tensor.file
 
+    @property
+    def title(self) -> Path:
+        """What to call the source in a message: its one file, or the folder."""
+        return self.folder / self.headers[0].file if len(self.headers) == 1 else self.folder
+
     def without(self, names: Iterable[str]) -> Source:
         """Return the source without some tensors."""
         left = set(names)

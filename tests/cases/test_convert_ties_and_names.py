@@ -167,7 +167,7 @@ def test_a_prefix_on_some_names_is_refused(tmp_path: Path) -> None:
     mixed = {("_orig_mod." if "layers.1" in n else "") + n: t for n, t in tensors.items()}
     save(tmp_path / "model", mixed)
     said = refuse(tmp_path / "model")
-    assert "matched 12 of the 21 tensors that llama expects" in said
+    assert "model.safetensors: matched 12 of the 21 tensors that llama expects" in said
     assert "missing 9: model.layers.1." in said
     assert "unexpected 9: _orig_mod.model.layers.1." in said
     assert "9 of 21 names begin with '_orig_mod.'" in said
