@@ -21,6 +21,7 @@ from tests.support.hf_folders import (
 
 WEIGHT = "model.layers.0.mlp.gate_proj.weight"  # 200 x 160
 SCALE = WEIGHT + "_scale_inv"
+OTHER = "model.layers.0.mlp.up_proj.weight"
 
 
 def quantise(weight: torch.Tensor, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -47,7 +48,8 @@ def dequantise(codes: torch.Tensor, scale: torch.Tensor, rows: int, columns: int
 
 def make_fp8(folder: Path, rows: int = 128, columns: int = 128) -> Tensors:
     tensors = make_llama(folder, hidden_size=160, intermediate_size=200, head_dim=40)
-    tensors[WEIGHT], tensors[SCALE] = quantise(tensors[WEIGHT], rows, columns)
+    for name in (WEIGHT, OTHER):
+        tensors[name], tensors[f"{name}_scale_inv"] = quantise(tensors[name], rows, columns)
     block = {"quant_method": "fp8", "weight_block_size": [rows, columns]}
     edit_json(folder / "config.json", quantization_config=block)
     save(folder, tensors)
@@ -67,9 +69,10 @@ def test_the_master_is_code_times_scale_bit_for_bit(
     tmp_path: Path, rows: int, columns: int, ram: str
 ) -> None:
     tensors = make_fp8(tmp_path / "model", rows, columns)
-    codes, scale = tensors[WEIGHT], tensors.pop(SCALE)
+    scales = {name: tensors.pop(f"{name}_scale_inv") for name in (WEIGHT, OTHER)}
     wanted = {name: tensor.float() for name, tensor in tensors.items()}
-    wanted[WEIGHT] = dequantise(codes, scale, rows, columns)
+    for name, scale in scales.items():
+        wanted[name] = dequantise(tensors[name], scale, rows, columns)
     assert_same(masters(tmp_path, "--ram", ram), wanted)
 
 
@@ -77,11 +80,13 @@ def test_it_leaves_as_bf16_of_a_model_that_is_not_quantised(tmp_path: Path) -> N
     tensors = make_fp8(tmp_path / "model")
     shard(tmp_path / "model", tensors, 3)  # scale and weight in different files
     notes = run("convert", tmp_path / "model", tmp_path / "store").stderr
-    assert f"1 FP8 tensors, first {WEIGHT}" in notes
+    assert f"2 FP8 tensors, first {WEIGHT}" in notes
     assert "changed quantization_config" in notes
     run("export", tmp_path / "store", tmp_path / "out")
-    wanted = tensors | {WEIGHT: dequantise(tensors[WEIGHT], tensors[SCALE], 128, 128).bfloat16()}
-    del wanted[SCALE]
+    wanted = dict(tensors)
+    for name in (WEIGHT, OTHER):
+        scale = wanted.pop(f"{name}_scale_inv")
+        wanted[name] = dequantise(tensors[name], scale, 128, 128).bfloat16()
     assert_same(load_folder(tmp_path / "out"), wanted)
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
 

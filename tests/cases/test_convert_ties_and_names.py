@@ -66,7 +66,9 @@ def test_a_head_that_is_not_in_the_file_is_tied_and_stays_absent(tmp_path: Path)
     assert not tie.in_source
 
 
-@pytest.mark.parametrize("difference", ["all", "last bit", "float32 rounding", "float32 equal"])
+@pytest.mark.parametrize(
+    "difference", ["all", "last bit", "float32 rounding", "float32 equal", "dtype"]
+)
 def test_a_different_head_is_kept_and_untied(tmp_path: Path, difference: str) -> None:
     tensors = make_llama(tmp_path / "model", tie=True)
     embedding = tensors[EMBEDDING]
@@ -77,6 +79,7 @@ def test_a_different_head_is_kept_and_untied(tmp_path: Path, difference: str) ->
         "last bit": last,
         "float32 rounding": embedding.float() * (1 + 2**-10),
         "float32 equal": embedding.float(),
+        "dtype": embedding.view(torch.float16),  # equal bytes, other values
     }[difference]
     save(tmp_path / "model", tensors)
     notes = round_trip(tmp_path / "model", tensors)
