@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -17,6 +18,8 @@ EXACT_IN_FLOAT32 = ("BF16", "F16", "F32")
 _FLOATS: Mapping[str, np.dtype[np.generic]] = {
     "F16": np.dtype("<f2"),
     "F32": np.dtype("<f4"),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
 }
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from checkpoint.codec import Bytes, decode, round_to_bfloat16
+import numpy as np
+
+from checkpoint.codec import Bytes, Float32, decode, round_to_bfloat16
 from checkpoint.formats.files import RangeReader
 from checkpoint.formats.safetensors import tensor_nbytes
 from checkpoint.plan import Plan, plan_conversion
+from checkpoint.scales import Scale, apply_scale
 from checkpoint.schema import SCHEMA_FILE, Layout, Role, Schema, Unit
 from checkpoint.windows import Span, Window, aligned, piece_length, windows
 from tiering.checksum import ChunkCrc, Table
@@ -84,6 +87,8 @@ class _Filler:
         self._raw = aligned(8 * piece)
         self._master = aligned(4 * piece)
         self._weights = aligned(2 * piece)
+        self._scale: Scale | None = None
+        self._scales = np.empty((0, 0), np.float32)
 
     def fill(self) -> Mapping[str, Table]:
         """Write all but the moments, which stay holes; return the checksums of each record."""
@@ -114,12 +119,25 @@ class _Filler:
         master[: window.length] = 0
         weights[: window.length] = 0
         for span in window.spans:
-            raw = self._read(span)
-            decode(raw, span.tensor.dtype, master[span.start : span.stop])
+            raw, values = self._read(span), master[span.start : span.stop]
+            decode(raw, span.tensor.dtype, values)
+            if scale := self._plan.scales.get(span.tensor.name):
+                grid = self._grid(scale)
+                apply_scale(values, span.first, span.tensor.shape[1], scale, grid)
             if span.tensor.dtype == "BF16":
                 weights[span.start : span.stop] = raw.view("<u2")
             else:
-                round_to_bfloat16(master[span.start : span.stop], weights[span.start : span.stop])
+                round_to_bfloat16(values, weights[span.start : span.stop])
+
+    def _grid(self, scale: Scale) -> Float32:
+        """Return the scales of a tensor; those of the last one are kept."""
+        if self._scale is not scale:
+            info = scale.tensor
+            raw = np.empty(info.nbytes, np.uint8)
+            self._reader.read(self._plan.source.path(info), info.start, raw.data)
+            self._scale, self._scales = scale, np.empty(scale.grid, np.float32)
+            decode(raw, info.dtype, self._scales.reshape(-1))
+        return self._scales
 
     def _fill_carried(self, unit: Unit) -> Mapping[str, Table]:
         record = self._plan.schema.record(unit, Role.WEIGHTS)

@@ -15,6 +15,7 @@ from checkpoint.formats.hf import CONFIG, Source, equal_bytes, is_weights, open_
 from checkpoint.formats.safetensors import TensorInfo
 from checkpoint.matching import Match, check_shapes, match_names
 from checkpoint.names import Expected, expected_model
+from checkpoint.scales import FP8, SUFFIX, Scale, block_size, pair_scales
 from checkpoint.schema import (
     RECORD_DTYPE,
     SCHEMA_FILE,
@@ -33,16 +34,21 @@ from tiering.errors import RefusedError
 SIDE_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py", ".md")
 SIDE_NAMES = ("LICENSE", "NOTICE", "merges.txt", "vocab.bpe")
 SIDE_MAX_NBYTES = 64 << 20
+QUANTIZATION = "quantization_config"
 TIE_FLAG = "tie_word_embeddings"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A conversion: the schema of the store, and the source of each of its tensors."""
+    """A conversion: the schema of the store, and the source of each of its tensors.
+
+    ``scales`` belong to the FP8 ones. Both go by the names in the schema.
+    """
 
     source: Source
     schema: Schema
     origin: Mapping[str, TensorInfo]
+    scales: Mapping[str, Scale]
     side_files: Mapping[str, bytes]
 
     @property
@@ -80,9 +86,12 @@ def plan_conversion(
     Raises:
         RefusedError: The folder cannot be converted without loss or guessing.
     """
-    source = open_folder(folder, weights=weights)
+    found = open_folder(folder, weights=weights)
     config = _read_config(folder)
-    tied = _resolve_ties(source, config, tie=tie)
+    scales = pair_scales(found.tensors, block_size(config, folder / CONFIG), found.path)
+    source = found.without(scale.tensor.name for scale in scales.values())
+    plain = {key: value for key, value in config.items() if key != QUANTIZATION}
+    tied = _resolve_ties(source, plain, tie=tie)
     origin = _origins(source, tied)
     _check_dtypes(source, tied, origin)
     side_files, left = _side_files(folder, {header.file for header in source.headers})
@@ -94,7 +103,10 @@ def plan_conversion(
             for header in source.headers
         ),
         ignored=(*source.ignored, *tied.ignored, *left),
-        notes=(*source.notes, *tied.match.notes, *tied.notes, *edits, *bom),
+        notes=(
+            *(*source.notes, *tied.match.notes, *tied.notes),
+            *(*_scale_notes(scales), *edits, *bom),
+        ),
         stripped=tied.match.stripped,
         added=tied.match.added,
     )
@@ -106,21 +118,30 @@ def plan_conversion(
         files={name: hashlib.sha256(data).hexdigest() for name, data in side_files.items()},
         ledger=ledger,
     )
-    return Plan(source=source, schema=schema, origin=origin, side_files=side_files)
+    return Plan(
+        source=source,
+        schema=schema,
+        origin=origin,
+        scales={name: scales[o.name] for name, o in origin.items() if o.name in scales},
+        side_files=side_files,
+    )
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
     if not path.exists():
         raise RefusedError(f"{folder}: no {CONFIG}; expected a Hugging Face model folder")
-    config = parse_object(read_small(path, SIDE_MAX_NBYTES), path)
-    if quantization := config.get("quantization_config"):
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-        raise RefusedError(
-            f"{path}: quantization_config with quant_method {method!r}: quantised weights are not "
-            f"converted by this version; dequantise them to BF16 first"
-        )
-    return config
+    return parse_object(read_small(path, SIDE_MAX_NBYTES), path)
+
+
+def _scale_notes(scales: Mapping[str, Scale]) -> list[str]:
+    if not scales:
+        return []
+    first = next(iter(scales))
+    return [
+        f"{len(scales)} FP8 tensors, first {first}, are dequantised with their {SUFFIX} tensors "
+        f"and leave as BF16"
+    ]
 
 
 # Ties
@@ -154,7 +175,7 @@ def _ties(expected: Expected, match: Match, dropped: Sequence[str] = ()) -> tupl
 
 
 def _match(expected: Expected, source: Source) -> Match:
-    match = match_names(expected, source.tensors, str(source.folder))
+    match = match_names(expected, source.tensors, str(source.title))
     shapes = {parameter.name: parameter.shape for parameter in expected.parameters}
     shapes |= expected.buffers
     shapes |= {alias: shapes[expected.aliases[alias]] for alias in match.aliases}
@@ -232,7 +253,7 @@ def _origins(source: Source, tied: _Ties) -> dict[str, TensorInfo]:
 
 def _check_dtypes(source: Source, tied: _Ties, origin: Mapping[str, TensorInfo]) -> None:
     for name in tied.match.parameters:
-        if (info := origin[name]).dtype not in EXACT_IN_FLOAT32:
+        if (info := origin[name]).dtype not in (*EXACT_IN_FLOAT32, *FP8):
             raise RefusedError(
                 f"{source.path(info)}: parameter {info.name} is {info.dtype}; a parameter must be "
                 f"one of {', '.join(EXACT_IN_FLOAT32)}, which a float32 master holds exactly"

@@ -79,6 +79,10 @@ class ChunkCrc:
         self._done[chunk] = start + len(piece)
         return bool(self._done[chunk] == self._sizes[chunk])
 
+    def fed(self, chunk: int) -> int:
+        """Return how many bytes of ``chunk`` were fed, from its start."""
+        return int(self._done[chunk])
+
     def value(self, chunk: int) -> int:
         """Return the crc of what was fed of ``chunk``."""
         return int(self._values[chunk])

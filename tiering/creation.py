@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tiering import fsops
 from tiering.drives import Drive, create_drive, plan_drives
-from tiering.errors import RefusedError
+from tiering.errors import RefusedError, StorageError
 from tiering.generations import MARKER, ROOT
 from tiering.lock import StoreLock
 from tiering.manifest import encode_json
@@ -54,7 +54,7 @@ def create_store(
     made = not store.exists()
     if made:
         fsops.make_dir(store)
-    with StoreLock(store / "LOCK") as store_lock:
+    with _locked(store, made) as store_lock:
         _clear_remains(store)
         try:
             with _created(store, uuid, plan, records, schema_files, slots, store_lock) as writer:
@@ -62,6 +62,15 @@ def create_store(
         finally:
             if not (store / ROOT).exists():
                 _abandon(store, made)
+
+
+def _locked(store: Path, made: bool) -> StoreLock:
+    try:
+        return StoreLock(store / "LOCK")
+    except StorageError:
+        if made:
+            fsops.remove_tree(store)
+        raise
 
 
 @contextmanager

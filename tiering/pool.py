@@ -162,6 +162,7 @@ class _FirstPass:
         self._name = record.name
         self._store = store
         self._crc = ChunkCrc(record)
+        self._chunk_nbytes = record.geometry.chunk_nbytes
         self._left = set(range(record.geometry.chunk_count))
         self._guard = threading.Lock()
 
@@ -171,9 +172,16 @@ class _FirstPass:
 
     def check(self, offset: int, data: memoryview) -> None:
         with self._guard:
+            if self._repeats(offset, memoryview(data).nbytes):
+                return
             for chunk in self._crc.feed(offset, data):
                 self._compare(chunk)
                 self._left.discard(chunk)
+
+    def _repeats(self, offset: int, nbytes: int) -> bool:
+        """Whether a read is of what the pass has seen: fed, it would begin the chunk anew."""
+        chunk, start = divmod(offset, self._chunk_nbytes)
+        return start == 0 and nbytes <= self._crc.fed(chunk)
 
     def _compare(self, chunk: int) -> None:
         found, place = self._crc.value(chunk), self._store.chunk(self._name, chunk)

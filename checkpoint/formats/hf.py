@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,16 @@ class Source:
     def path(self, tensor: TensorInfo) -> Path:
         """Return the file that holds ``tensor``."""
         return self.folder / tensor.file
+
+    @property
+    def title(self) -> Path:
+        """What to call the source in a message: its one file, or the folder."""
+        return self.folder / self.headers[0].file if len(self.headers) == 1 else self.folder
+
+    def without(self, names: Iterable[str]) -> Source:
+        """Return the source without some tensors."""
+        left = set(names)
+        return replace(self, tensors={n: t for n, t in self.tensors.items() if n not in left})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,11 +117,8 @@ def read_header(folder: Path, name: str) -> Header:
 
 def _renamed(header: Header, name: str) -> Header:
     """Return the header with its tensors' file relative to the folder."""
-    tensors = tuple(
-        TensorInfo(name=t.name, dtype=t.dtype, shape=t.shape, file=name, start=t.start, end=t.end)
-        for t in header.tensors
-    )
-    return Header(file=name, tensors=tensors, metadata=header.metadata)
+    tensors = tuple(replace(tensor, file=name) for tensor in header.tensors)
+    return replace(header, file=name, tensors=tensors)
 
 
 # Which files

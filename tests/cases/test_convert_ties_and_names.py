@@ -66,7 +66,9 @@ def test_a_head_that_is_not_in_the_file_is_tied_and_stays_absent(tmp_path: Path)
     assert not tie.in_source
 
 
-@pytest.mark.parametrize("difference", ["all", "last bit", "float32 rounding", "float32 equal"])
+@pytest.mark.parametrize(
+    "difference", ["all", "last bit", "float32 rounding", "float32 equal", "dtype"]
+)
 def test_a_different_head_is_kept_and_untied(tmp_path: Path, difference: str) -> None:
     tensors = make_llama(tmp_path / "model", tie=True)
     embedding = tensors[EMBEDDING]
@@ -77,6 +79,7 @@ def test_a_different_head_is_kept_and_untied(tmp_path: Path, difference: str) ->
         "last bit": last,
         "float32 rounding": embedding.float() * (1 + 2**-10),
         "float32 equal": embedding.float(),
+        "dtype": embedding.view(torch.float16),  # equal bytes, other values
     }[difference]
     save(tmp_path / "model", tensors)
     notes = round_trip(tmp_path / "model", tensors)
@@ -167,7 +170,7 @@ def test_a_prefix_on_some_names_is_refused(tmp_path: Path) -> None:
     mixed = {("_orig_mod." if "layers.1" in n else "") + n: t for n, t in tensors.items()}
     save(tmp_path / "model", mixed)
     said = refuse(tmp_path / "model")
-    assert "matched 12 of the 21 tensors that llama expects" in said
+    assert "model.safetensors: matched 12 of the 21 tensors that llama expects" in said
     assert "missing 9: model.layers.1." in said
     assert "unexpected 9: _orig_mod.model.layers.1." in said
     assert "9 of 21 names begin with '_orig_mod.'" in said
@@ -227,7 +230,7 @@ def test_every_bit_pattern_survives(tmp_path: Path) -> None:
     round_trip(tmp_path / "model", tensors)
 
 
-@pytest.mark.parametrize("method", ["gptq", "fp8", None])
+@pytest.mark.parametrize("method", ["gptq", "compressed-tensors", None])
 def test_quantised_weights_are_refused_by_name(tmp_path: Path, method: str | None) -> None:
     make_llama(tmp_path / "model")
     quantization = {"quant_method": method} if method else {"bits": 4}

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,7 +53,7 @@ def test_checksums_do_not_depend_on_how_the_bytes_were_cut(data: st.DataObject) 
         view = memoryview(content(record, 1))
         cuts = data.draw(st.lists(st.integers(0, record.nbytes), max_size=6))
         edges = [0, *sorted(cuts), record.nbytes]
-        pieces = list(zip(edges, edges[1:], strict=False))
+        pieces = list(itertools.pairwise(edges))
         crc = ChunkCrc(record)
         completed = [c for a, b in pieces for c in crc.feed(a, view[a:b])]
         size = record.geometry.chunk_nbytes
@@ -68,7 +69,7 @@ def test_the_checksum_of_zeros_needs_no_zeros(nbytes: int) -> None:
 
 
 @SETTINGS
-@given(dtype=st.sampled_from(sorted(ITEMSIZE)), length=st.integers(1, 1 << 34))
+@given(dtype=st.sampled_from(sorted(ITEMSIZE)), length=st.integers(1, 1 << 31))
 def test_the_geometry_holds_every_byte_once_at_aligned_places(dtype: str, length: int) -> None:
     record = Record(name="r", dtype=dtype, length=length)
     geometry = record.geometry

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import filecmp
 import os
 import subprocess
 import sys
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.hf_folders import make_llama
+from tests.support.hf_folders import SINGLE, make_llama
 
 MEASURE = """
 import sys
@@ -44,5 +45,6 @@ def test_memory_does_not_grow_with_a_tensor(tmp_path: Path, vocabulary: int) -> 
         command, env=os.environ | {"PYTHONPATH": "."}, check=True, capture_output=True, text=True
     )
     convert_nbytes, export_nbytes = map(int, ended.stdout.split())
+    assert filecmp.cmp(*(tmp_path / name / SINGLE for name in ("model", "out")), shallow=False)
     assert convert_nbytes < 12 << 20
     assert export_nbytes < 24 << 20
