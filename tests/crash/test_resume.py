@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -26,6 +27,7 @@ from tests.support.runs import (
     token_rows,
     train,
 )
+from tiering.store import open_reader
 
 MODULES = [
     "deepspeed.ops.op_builder",
@@ -60,14 +62,13 @@ def work(config: str, started: Any) -> None:
 
 
 def has_run(store: Path) -> bool:
-    from tiering.store import open_reader
-
     with open_reader(store) as reader:
         return bool(reader.manifest.train_state)
 
 
 def alone(processes: Any, config: RunConfig) -> int:
-    process = processes.Process(target=work, args=(config.to_json(), processes.Event()))
+    started = processes.Event()  # held: without its maker the child cannot open it
+    process = processes.Process(target=work, args=(config.to_json(), started))
     process.start()
     process.join(120)
     return process.exitcode
@@ -105,7 +106,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_bits(tmp_path, processes
         if process.exitcode == 0:  # ended before the kill: begin once more
             assert differing(expected, read_state(tmp_path / "killed" / "store")) == []
             assert numbers(tmp_path / "killed") == rows
-            __import__("shutil").rmtree(tmp_path / "killed")
+            shutil.rmtree(tmp_path / "killed")
     assert alone(processes, config) == 0
     assert differing(expected, read_state(tmp_path / "killed" / "store")) == []
     assert numbers(tmp_path / "killed") == rows
@@ -189,9 +190,7 @@ def test_sigterm_ends_the_run_after_its_commit(tmp_path, processes, inputs):
     process.join(120)
     assert process.exitcode == 130
     last = numbers(tmp_path / "run")[-1]["step"]
-    with __import__("tiering.store", fromlist=["open_reader"]).open_reader(
-        tmp_path / "run" / "store"
-    ) as reader:
+    with open_reader(tmp_path / "run" / "store") as reader:
         assert reader.manifest.step == last
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -61,7 +62,7 @@ def test_losses_norms_and_masters_equal_plain_training(tmp_path, tie):
         memory__gradients="disk",
     )
     rows = train(config).rows
-    fingerprint = __import__("hashlib").sha256(data.read_bytes()).hexdigest()
+    fingerprint = hashlib.sha256(data.read_bytes()).hexdigest()
     samples = [json.loads(line)["input_ids"] for line in data.read_text().splitlines()]
     for row, (loss, norm, plain) in zip(
         rows, plain_steps(model, samples, fingerprint), strict=True
