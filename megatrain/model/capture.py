@@ -88,9 +88,7 @@ class FrontRecorder:
     def hidden(self) -> torch.Tensor:
         """Input of the first layer, [B, S, H]."""
         if self._hidden is None or len(self.calls) != self._layers:
-            raise RefusedError(
-                f"the model called {len(self.calls)} of its {self._layers} layers"
-            )
+            raise RefusedError(f"the model called {len(self.calls)} of its {self._layers} layers")
         return self._hidden
 
     def run(self, route: Route, forward: Callable[[], object]) -> None:

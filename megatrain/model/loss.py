@@ -5,7 +5,7 @@ C tokens of the chunk, V words, H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,30 +14,32 @@ from torch.nn import functional
 IGNORED = -100  # transformers' label of a position without a target
 ROWS_AT_ONCE = 8192  # rows of the head's gradient per product; bounds what is widened to fp32
 
+Add = Callable[[torch.Tensor, torch.Tensor], None]
+"""Takes the gradient of the logits [C, V] and the hidden states [C, H] of a chunk."""
 AddProduct = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""``add(acc, grad, hidden)`` adds ``grad.T @ hidden`` to ``acc`` [V, H]."""
 
 
 def cross_entropy(
-    logits_CV: torch.Tensor, targets_C: torch.Tensor, *, target_count: int
+    logits: torch.Tensor, targets: torch.Tensor, *, target_count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the chunk's share of the mean loss, and that share's gradient by the logits.
 
-    The loss is a float64 scalar on the device, the gradient is float32 [C, V]; besides the logits
-    it is the only [C, V] tensor that exists.
+    ``logits`` are [C, V], ``targets`` [C]. The loss is a float64 scalar on the device. The gradient
+    is float32; besides the logits it is the only [C, V] tensor that exists.
     """
-    counted = targets_C != IGNORED
-    index_C1 = targets_C.masked_fill(~counted, 0).unsqueeze(1)
-    log_p = torch.log_softmax(logits_CV, dim=-1, dtype=torch.float32)
-    picked_C = log_p.gather(1, index_C1).squeeze(1).masked_fill(~counted, 0.0)
-    loss = -picked_C.sum(dtype=torch.float64) / target_count
+    ignored = targets == IGNORED
+    index = targets.masked_fill(ignored, 0).unsqueeze(1)
+    log_p = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+    picked = log_p.gather(1, index).squeeze(1).masked_fill(ignored, 0.0)
+    loss = -picked.sum(dtype=torch.float64) / target_count
     grad = log_p.exp_().div_(target_count)
-    minus_one = grad.new_full(index_C1.shape, -1.0 / target_count)
-    grad.scatter_add_(1, index_C1, minus_one)
-    return loss, grad.masked_fill_(~counted.unsqueeze(1), 0.0)
+    grad.scatter_add_(1, index, grad.new_full(index.shape, -1.0 / target_count))
+    return loss, grad.masked_fill_(ignored.unsqueeze(1), 0.0)
 
 
 def product_adder(dtype: torch.dtype, into: torch.dtype, device: torch.device) -> AddProduct:
-    """Return ``add(acc_VH, grad_CV, hidden_CH)``, which adds ``grad_CV.T @ hidden_CH``.
+    """Return how products of ``dtype`` are added to accumulators of data type ``into``.
 
     The choice depends on the data types and on what the device can do, on nothing else.
     """
@@ -56,44 +58,43 @@ def _has_wide_output(dtype: torch.dtype, into: torch.dtype, device: torch.device
     return True
 
 
-def _add_plain(acc_VH: torch.Tensor, grad_CV: torch.Tensor, hidden_CH: torch.Tensor) -> None:
-    acc_VH.addmm_(grad_CV.t(), hidden_CH)
+def _add_plain(acc: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor) -> None:
+    acc.addmm_(grad.t(), hidden)
 
 
-def _add_wide_output(acc_VH: torch.Tensor, grad_CV: torch.Tensor, hidden_CH: torch.Tensor) -> None:
-    for acc, grad in _row_blocks(acc_VH, grad_CV):
-        acc.add_(torch.mm(grad.t(), hidden_CH, out_dtype=acc.dtype))
+def _add_wide_output(acc: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor) -> None:
+    for rows, columns in _row_blocks(acc, grad):
+        rows.add_(torch.mm(columns.t(), hidden, out_dtype=acc.dtype))
 
 
-def _add_widened(acc_VH: torch.Tensor, grad_CV: torch.Tensor, hidden_CH: torch.Tensor) -> None:
-    hidden = hidden_CH.to(acc_VH.dtype)
-    for acc, grad in _row_blocks(acc_VH, grad_CV):
-        acc.addmm_(grad.to(acc.dtype).t(), hidden)
+def _add_widened(acc: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor) -> None:
+    wide = hidden.to(acc.dtype)
+    for rows, columns in _row_blocks(acc, grad):
+        rows.addmm_(columns.to(acc.dtype).t(), wide)
 
 
-def _row_blocks(acc_VH: torch.Tensor, grad_CV: torch.Tensor) -> Any:
-    return zip(acc_VH.split(ROWS_AT_ONCE), grad_CV.split(ROWS_AT_ONCE, dim=1), strict=True)
+def _row_blocks(
+    acc: torch.Tensor, grad: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    return zip(torch.split(acc, ROWS_AT_ONCE), torch.split(grad, ROWS_AT_ONCE, dim=1), strict=True)
 
 
 class HeadProduct(torch.autograd.Function):
-    """``hidden @ weight.T + bias``; the weight's gradient goes to ``add(grad_CV, hidden_CH)``."""
+    """``hidden @ weight.T + bias``; ``add`` receives what the weight's gradient is made of."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        bias: torch.Tensor | None,
-        weight: torch.Tensor,
-        add: Callable[[torch.Tensor, torch.Tensor], None],
+        ctx: Any, hidden: torch.Tensor, bias: torch.Tensor | None, weight: torch.Tensor, add: Add
     ) -> torch.Tensor:
+        """Return the product."""
         ctx.save_for_backward(hidden, weight)
         ctx.add = add
         return functional.linear(hidden, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        """Call ``add`` and return the gradients of hidden state and bias."""
         hidden, weight = ctx.saved_tensors
-        grad_CV = grad.reshape(-1, grad.shape[-1])
-        ctx.add(grad_CV, hidden.reshape(-1, hidden.shape[-1]))
-        grad_bias = grad_CV.sum(0) if ctx.needs_input_grad[1] else None
-        return grad @ weight, grad_bias, None, None
+        rows = grad.reshape(-1, grad.shape[-1])
+        ctx.add(rows, hidden.reshape(-1, hidden.shape[-1]))
+        return grad @ weight, rows.sum(0) if ctx.needs_input_grad[1] else None, None, None

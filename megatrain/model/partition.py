@@ -78,9 +78,7 @@ class Binding:
         if flat.shape != (self.length,):
             raise ValueError(f"buffer of shape {tuple(flat.shape)}, need ({self.length},)")
         tensors = (seat.tensor for seat in self.seats)
-        return tuple(
-            flat[t.offset - self.origin :][: t.length].view(t.shape) for t in tensors
-        )
+        return tuple(flat[t.offset - self.origin :][: t.length].view(t.shape) for t in tensors)
 
     @contextmanager
     def bound(self, flat: torch.Tensor) -> Iterator[None]:
@@ -143,7 +141,8 @@ class Binding:
     def _make_parameters(self, flat: torch.Tensor) -> list[nn.Parameter]:
         parameters = [nn.Parameter(view) for view in self.views(flat)]
         for index, parameter in enumerate(parameters):
-            parameter.register_post_accumulate_grad_hook(functools.partial(self._arrived, index))
+            arrived = functools.partial(self._arrived, index)
+            parameter.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
         return parameters
 
     def _arrived(self, index: int, parameter: torch.Tensor) -> None:
@@ -158,9 +157,7 @@ def seats_of(model: nn.Module, tensors: Iterable[Tensor]) -> list[Seat]:
     seats = []
     for tensor in tensors:
         path, _, attribute = tensor.name.rpartition(".")
-        seats.append(
-            Seat(module=model.get_submodule(path), attribute=attribute, tensor=tensor)
-        )
+        seats.append(Seat(module=model.get_submodule(path), attribute=attribute, tensor=tensor))
     return seats
 
 
@@ -172,6 +169,8 @@ def require_match(
     Raises:
         RefusedError: Names or shapes differ, or a tensor is in the wrong unit.
     """
+    if len(units) < 2:
+        raise RefusedError(f"{len(units)} units; need outer_in, the layers and outer_out")
     held = {tensor.name: tensor.shape for unit in units for tensor in unit.tensors}
     _require_none("the model lacks", sorted(held.keys() - parameters.keys()))
     _require_none("the store lacks", sorted(parameters.keys() - held.keys()))

@@ -7,7 +7,7 @@ R distinct token ids of a window.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -18,8 +18,9 @@ from torch import nn
 from checkpoint.schema import Tensor, Unit
 from megatrain.model.capture import FrontRecorder, LayerCall, LayerStandIn, Route
 from megatrain.model.front import Front
-from megatrain.model.loss import AddProduct, product_adder
+from megatrain.model.loss import Add, AddProduct, product_adder
 from megatrain.model.partition import Binding, require_match, seats_of
+from megatrain.model.probe import require_cut
 from megatrain.model.tail import Tail
 from megatrain.model.templates import Template, build, read_config
 from tiering.errors import RefusedError
@@ -105,8 +106,9 @@ class StreamedModel:
         self._bind_units(units)
         self._insert_stand_ins()
         self._adders: dict[torch.dtype, AddProduct] = {}
-        like = torch.zeros((), dtype=dtype, device=device)
-        self._blank_rest = self._rest.blanks(like=like, requires_grad=False)
+        row = torch.zeros(self.hidden_size, dtype=dtype, device=device)
+        self._blank_rest = self._rest.blanks(like=row, requires_grad=False)
+        require_cut(self._front, self._tail, self._rest, self._outer_out, table_row=row)
 
     @property
     def rest_offset(self) -> int:
@@ -173,7 +175,7 @@ class StreamedModel:
             self._outer_out.learning(weights, grads) as touched,
         ):
             name, weight, acc = self._head_weight(table, table_grads)
-            result = self._tail.train(
+            loss, grad_hidden = self._tail.train(
                 hidden,
                 targets,
                 chunk=self.loss_chunk,
@@ -181,9 +183,7 @@ class StreamedModel:
                 weight=weight,
                 add=self._adder(name, acc, touched),
             )
-        return HeadResult(
-            loss=result.loss, grad_hidden=result.grad_hidden, touched=frozenset(touched)
-        )
+        return HeadResult(loss=loss, grad_hidden=grad_hidden, touched=frozenset(touched))
 
     def backward_outer(
         self,
@@ -220,9 +220,7 @@ class StreamedModel:
         model, (outer_in, *layers, outer_out) = self._template.model, units
         rest = outer_in.tensors[1:]
         origin = rest[0].offset if rest else outer_in.length
-        self._rest = Binding(
-            seats_of(model, rest), length=outer_in.length - origin, origin=origin
-        )
+        self._rest = Binding(seats_of(model, rest), length=outer_in.length - origin, origin=origin)
         self._layers = [_whole(model, unit) for unit in layers]
         self._outer_out = _whole(model, outer_out)
 
@@ -260,15 +258,13 @@ class StreamedModel:
         name = f"{self._template.head_name}.weight"
         return name, self._template.head.weight.detach(), self._outer_out.gradient(name)
 
-    def _adder(
-        self, name: str, acc: torch.Tensor, touched: set[str]
-    ) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    def _adder(self, name: str, acc: torch.Tensor, touched: set[str]) -> Add:
         if acc.dtype not in self._adders:
             self._adders[acc.dtype] = product_adder(self.dtype, acc.dtype, self.device)
         add_product = self._adders[acc.dtype]
 
-        def add(grad_CV: torch.Tensor, hidden_CH: torch.Tensor) -> None:
-            add_product(acc, grad_CV, hidden_CH)
+        def add(grad: torch.Tensor, hidden: torch.Tensor) -> None:
+            add_product(acc, grad, hidden)
             touched.add(name)
 
         return add

@@ -112,7 +112,7 @@ def _parameters_on_meta() -> Iterator[None]:
         empty = torch.empty_like(parameter, device="meta")
         return nn.Parameter(empty, requires_grad=parameter.requires_grad)
 
-    handle = register_module_parameter_registration_hook(to_meta)
+    handle = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
     try:
         yield
     finally:
@@ -122,9 +122,9 @@ def _parameters_on_meta() -> Iterator[None]:
 def _place_buffers(
     model: nn.Module, device: torch.device, values: Mapping[str, torch.Tensor]
 ) -> None:
-    persistent = model.state_dict().keys() - dict(
-        model.named_parameters(remove_duplicate=False)
-    ).keys()
+    persistent = (
+        model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys()
+    )
     if missing := sorted(persistent - values.keys()):
         raise RefusedError(f"the values of buffer {missing[0]} were not given")
     for path, module in model.named_modules():
@@ -189,4 +189,4 @@ def _require_unshared(template: Template) -> None:
 
 
 def _name_of(model: nn.Module, wanted: nn.Module) -> str:
-    return next(name for name, module in model.named_modules() if module is wanted)
+    return {id(module): name for name, module in model.named_modules()}[id(wanted)]

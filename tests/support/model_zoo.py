@@ -69,7 +69,7 @@ CONFIGS: dict[str, Any] = {
 
 
 def make_plain(family: str, folder: Path, *, tied: bool, **changes: Any) -> Any:
-    """Return a plain model with random weights everywhere, its configuration saved in ``folder``."""
+    """Return a plain model, random in every weight; its configuration is saved in ``folder``."""
     config = copy.deepcopy(CONFIGS[family])
     config.tie_word_embeddings = tied
     for name, value in changes.items():
@@ -87,6 +87,7 @@ def make_batch(seed: int, *, padded: bool = False, size: int = 2, length: int = 
     """Return random tokens; padded ones end early in all but the first row."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(1, VOCABULARY, (size, length), generator=generator)
+    ids[0, length // 2] = 0  # the padding token as text: its row of the table is not trained
     targets = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=IGNORED)
     if not padded:
         return Batch(input_ids=ids, attention_mask=None, targets=targets)

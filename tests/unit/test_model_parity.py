@@ -23,7 +23,10 @@ class Plain:
     def __init__(self, model: Any, options: AdamW) -> None:
         self.model, self.clip = model, options.clip
         self.optimizer = torch.optim.AdamW(
-            model.parameters(), lr=options.lr, weight_decay=options.weight_decay
+            model.parameters(),
+            lr=options.lr,
+            eps=options.eps,
+            weight_decay=options.weight_decay,
         )
 
     def gradients(self, batches: Sequence[Batch]) -> float:
@@ -65,7 +68,16 @@ def test_training_equals_plain_transformers(
         batches = window(step, padded=padded)
         loss, norm = driver.step(batches)
         assert (loss, norm) == pytest.approx(reference.step(batches), rel=1e-5)
+        assert_same_gradients(driver, plain, norm)
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(
             driver.parameters[name].detach(), parameter.detach(), rtol=0, atol=1e-5, msg=name
         )
+
+
+def assert_same_gradients(driver: Driver, plain: Any, norm: float) -> None:
+    for name, parameter in plain.named_parameters():
+        grad = driver.parameters[name].grad
+        assert (grad is None) == (parameter.grad is None), f"{name} is skipped by one of the two"
+        if grad is not None and parameter.grad is not None:
+            assert float((grad - parameter.grad).norm()) < 1e-5 * norm, name
