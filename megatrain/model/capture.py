@@ -51,20 +51,27 @@ class Route:
             self._visit = None
 
 
-class LayerStandIn(nn.Module):
-    """Takes the place of one layer in the model's own loop; other attributes are the layer's."""
+class StandIn(nn.Module):
+    """Takes the place of ``module`` without containing it; its attributes are the module's."""
 
-    def __init__(self, layer: nn.Module, index: int, route: Route) -> None:
+    def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.__dict__["layer"] = layer  # not a submodule: the layer is bound and run elsewhere
-        self.index = index
-        self.route = route
+        self.__dict__["module"] = module  # not a submodule: it is bound and run elsewhere
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self.__dict__["layer"], name)
+            return getattr(self.__dict__["module"], name)
+
+
+class LayerStandIn(StandIn):
+    """Takes the place of one layer in the model's own loop."""
+
+    def __init__(self, layer: nn.Module, index: int, route: Route) -> None:
+        super().__init__(layer)
+        self.index = index
+        self.route = route
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Answer as the route says."""

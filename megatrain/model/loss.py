@@ -30,12 +30,15 @@ def cross_entropy(
     """
     ignored = targets == IGNORED
     index = targets.masked_fill(ignored, 0).unsqueeze(1)
-    log_p = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
-    picked = log_p.gather(1, index).squeeze(1).masked_fill(ignored, 0.0)
-    loss = -picked.sum(dtype=torch.float64) / target_count
-    grad = log_p.exp_().div_(target_count)
-    grad.scatter_add_(1, index, grad.new_full(index.shape, -1.0 / target_count))
-    return loss, grad.masked_fill_(ignored.unsqueeze(1), 0.0)
+    work = logits.to(torch.float32, copy=True)  # one buffer, from logits to gradient
+    work.sub_(work.amax(dim=-1, keepdim=True))
+    picked = work.gather(1, index)
+    total = work.exp_().sum(dim=-1, keepdim=True)
+    losses = (total.log() - picked).squeeze(1).masked_fill_(ignored, 0.0)
+    work.div_(total * target_count)
+    work.scatter_add_(1, index, work.new_full(index.shape, -1.0 / target_count))
+    work.masked_fill_(ignored.unsqueeze(1), 0.0)
+    return losses.sum(dtype=torch.float64) / target_count, work
 
 
 def product_adder(dtype: torch.dtype, into: torch.dtype, device: torch.device) -> AddProduct:

@@ -12,18 +12,18 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from megatrain.model.capture import Route, chunk_injector
+from megatrain.model.capture import Route, StandIn, chunk_injector
 from megatrain.model.loss import IGNORED, Add, HeadProduct, cross_entropy
 from megatrain.model.templates import Template
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 
 
-class HeadStandIn(nn.Module):
+class HeadStandIn(StandIn):
     """Takes the place of the head's Linear and leaves the product to somebody else."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, head: nn.Linear) -> None:
+        super().__init__(head)
         self._product: Product | None = None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -50,7 +50,7 @@ class Tail:
         self._layers = len(template.layers)
         self._route = route
         self._linear = template.head
-        self._head = HeadStandIn()
+        self._head = HeadStandIn(template.head)
         template.model.set_submodule(template.head_name, self._head)
 
     def logits(self, hidden: torch.Tensor, product: Product) -> torch.Tensor:
@@ -108,7 +108,8 @@ class Tail:
         with torch.enable_grad():
             logits = self.logits(entry, product)
         loss, grad = cross_entropy(logits.detach(), targets, target_count=target_count)
-        torch.autograd.backward(logits, grad.to(logits.dtype))
+        grad = grad.to(logits.dtype)  # the float32 one ends here, before the products
+        torch.autograd.backward(logits, grad)
         if entry.grad is not None:
             out.copy_(entry.grad)
         return loss

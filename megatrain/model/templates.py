@@ -189,4 +189,5 @@ def _require_unshared(template: Template) -> None:
 
 
 def _name_of(model: nn.Module, wanted: nn.Module) -> str:
-    return {id(module): name for name, module in model.named_modules()}[id(wanted)]
+    names: dict[int, str] = {id(module): name for name, module in model.named_modules()}
+    return names[id(wanted)]
