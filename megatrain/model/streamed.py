@@ -18,9 +18,9 @@ from torch import nn
 from checkpoint.schema import Tensor, Unit
 from megatrain.model.capture import FrontRecorder, LayerCall, LayerStandIn, Route
 from megatrain.model.front import Front
-from megatrain.model.loss import Add, AddProduct, product_adder
 from megatrain.model.partition import Binding, require_match, seats_of
 from megatrain.model.probe import require_cut
+from megatrain.model.products import Add, choose_products
 from megatrain.model.tail import Tail
 from megatrain.model.templates import Template, build, read_config
 from tiering.errors import RefusedError
@@ -105,7 +105,7 @@ class StreamedModel:
         self._template = template
         self._bind_units(units)
         self._insert_stand_ins()
-        self._adders: dict[torch.dtype, AddProduct] = {}
+        self._products = choose_products(dtype, device)
         row = torch.zeros(self.hidden_size, dtype=dtype, device=device)
         self._blank_rest = self._rest.blanks(like=row, requires_grad=False)
         require_cut(self._front, self._tail, self._rest, self._outer_out, table_row=row)
@@ -181,6 +181,7 @@ class StreamedModel:
                 chunk=self.loss_chunk,
                 target_count=target_count,
                 weight=weight,
+                products=self._products,
                 add=self._adder(name, acc, touched),
             )
         return HeadResult(loss=loss, grad_hidden=grad_hidden, touched=frozenset(touched))
@@ -259,12 +260,8 @@ class StreamedModel:
         return name, self._template.head.weight.detach(), self._outer_out.gradient(name)
 
     def _adder(self, name: str, acc: torch.Tensor, touched: set[str]) -> Add:
-        if acc.dtype not in self._adders:
-            self._adders[acc.dtype] = product_adder(self.dtype, acc.dtype, self.device)
-        add_product = self._adders[acc.dtype]
-
         def add(grad: torch.Tensor, hidden: torch.Tensor) -> None:
-            add_product(acc, grad, hidden)
+            self._products.add(acc, grad, hidden)
             touched.add(name)
 
         return add

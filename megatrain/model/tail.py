@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from megatrain.model.capture import Route, StandIn, chunk_injector
-from megatrain.model.loss import IGNORED, Add, HeadProduct, cross_entropy
+from megatrain.model.loss import IGNORED, cross_entropy
+from megatrain.model.products import Add, HeadProduct, Products
 from megatrain.model.templates import Template
 
 Product = Callable[[torch.Tensor], torch.Tensor]
@@ -74,6 +75,7 @@ class Tail:
         chunk: int,
         target_count: int,
         weight: torch.Tensor,
+        products: Products,
         add: Add,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the loss (float64 scalar) and the gradient by ``hidden``, both on its device.
@@ -83,7 +85,7 @@ class Tail:
 
         def product(normed: torch.Tensor) -> torch.Tensor:
             logits: torch.Tensor = HeadProduct.apply(  # type: ignore[no-untyped-call]
-                normed, self._linear.bias, weight, add
+                normed, self._linear.bias, weight, products, add
             )
             return logits
 
