@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from megatrain.model.capture import Route, StandIn, chunk_injector
+from megatrain.model.capture import Route, StandIn, answer
 from megatrain.model.loss import IGNORED, cross_entropy
 from megatrain.model.products import Add, HeadProduct, Products
 from megatrain.model.templates import Template
@@ -48,7 +48,6 @@ class Tail:
 
     def __init__(self, template: Template, route: Route) -> None:
         self._model = template.model
-        self._layers = len(template.layers)
         self._route = route
         self._linear = template.head
         self._head = HeadStandIn(template.head)
@@ -61,8 +60,7 @@ class Tail:
         before its layers is thrown away, so it costs little and never runs out of positions.
         """
         output = hidden.unsqueeze(1)
-        visit = chunk_injector(output, self._layers)
-        with self._route.to(visit), self._head.being(product):
+        with self._route.to(answer(output)), self._head.being(product):
             made = self._model(inputs_embeds=output.detach(), use_cache=False)
         logits: torch.Tensor = made.logits
         return logits.squeeze(1)

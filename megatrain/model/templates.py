@@ -56,7 +56,6 @@ def read_config(config_dir: Path, *, any_family: bool) -> Any:
     if not any_family:
         require_supported(config.model_type)
     _require_plain(config)
-    config.use_cache = False
     config.output_hidden_states = False
     config.output_attentions = False
     config.return_dict = True

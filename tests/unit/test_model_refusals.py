@@ -82,6 +82,13 @@ def test_a_loss_beside_the_head_s(tmp_path: Path) -> None:
     )
 
 
+def test_settings_that_ask_for_more_outputs_are_turned_off(
+    llama: list[Unit], tmp_path: Path
+) -> None:
+    change_config(tmp_path, output_hidden_states=True, output_attentions=True, return_dict=False)
+    assert build(tmp_path, llama).layers == 2
+
+
 def test_a_model_that_is_no_causal_lm(tmp_path: Path) -> None:
     tf.T5Config(vocab_size=96, d_model=32, num_layers=2, num_heads=4).save_pretrained(tmp_path)
     message = refusal(tmp_path, [], any_family=True)

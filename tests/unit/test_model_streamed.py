@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -82,12 +81,12 @@ def test_gradients_are_added_to_what_the_accumulator_holds(tmp_path: Path) -> No
 def test_a_call_leaves_neither_gradients_nor_weights_behind(tmp_path: Path) -> None:
     driver = Driver(tmp_path, make_plain("llama", tmp_path, tied=True))
     driver.step([make_batch(0)])
-    held = [weakref.ref(flat) for flat in driver.weights + driver.grads]
+    held = [StorageWeakRef(flat.untyped_storage()) for flat in driver.weights + driver.grads]
     model = driver.model
     model.release()
     driver.weights, driver.grads = [], []
     gc.collect()
-    assert [ref() for ref in held] == [None] * len(held)
+    assert all(storage.expired() for storage in held)
     assert all(p.is_meta and p.grad is None for p in model._template.model.parameters())
 
 
@@ -124,6 +123,25 @@ def test_the_padding_token_s_row_gets_no_gradient(tmp_path: Path) -> None:
     rows = driver.table(driver.grads)
     assert not rows[0].any()
     assert rows[batch.input_ids[:, :-1].unique()[1:]].any(dim=1).all()
+
+
+def test_without_the_padding_token_every_row_gets_a_gradient(tmp_path: Path) -> None:
+    driver = Driver(tmp_path, make_plain("llama", tmp_path, tied=False))
+    batch = make_batch(0)
+    batch.input_ids.clamp_(min=1)
+    driver.gradients([batch])
+    assert driver.table(driver.grads)[batch.input_ids[:, :-1].unique()].any(dim=1).all()
+
+
+def test_no_gradient_stays_on_a_parameter(tmp_path: Path) -> None:
+    driver = Driver(tmp_path, make_plain("llama", tmp_path, tied=False))
+    batch = make_batch(0)
+    driver.gradients([batch])
+    before = [grads.clone() for grads in driver.grads]
+    driver.grads = [torch.full_like(grads, 7.0) for grads in driver.grads]
+    driver.gradients([batch])  # into other accumulators
+    for one, other in zip(before, driver.grads, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_unused_positions_and_untargeted_chunks_cost_nothing(tmp_path: Path) -> None:
