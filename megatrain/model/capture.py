@@ -1,8 +1,8 @@
 """Running the model's own code before and after its layers, with stand-ins in their place.
 
 The front (embedding, positions, masks, rotary tables) runs once per micro-batch and tells what each
-layer is called with. The tail (final norm, logit scale, soft cap) runs on a chunk that the last
-stand-in returns.
+layer is called with. The tail (final norm, logit scale, soft cap) runs on a chunk that the
+stand-ins return.
 """
 
 from __future__ import annotations
@@ -51,20 +51,27 @@ class Route:
             self._visit = None
 
 
-class LayerStandIn(nn.Module):
-    """Takes the place of one layer in the model's own loop; other attributes are the layer's."""
+class StandIn(nn.Module):
+    """Takes the place of ``module`` without containing it; its attributes are the module's."""
 
-    def __init__(self, layer: nn.Module, index: int, route: Route) -> None:
+    def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.__dict__["layer"] = layer  # not a submodule: the layer is bound and run elsewhere
-        self.index = index
-        self.route = route
+        self.__dict__["module"] = module  # not a submodule: it is bound and run elsewhere
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self.__dict__["layer"], name)
+            return getattr(self.__dict__["module"], name)
+
+
+class LayerStandIn(StandIn):
+    """Takes the place of one layer in the model's own loop."""
+
+    def __init__(self, layer: nn.Module, index: int, route: Route) -> None:
+        super().__init__(layer)
+        self.index = index
+        self.route = route
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Answer as the route says."""
@@ -115,13 +122,9 @@ class FrontRecorder:
         return hidden
 
 
-def chunk_injector(chunk: torch.Tensor, layers: int) -> Visitor:
-    """Return a visitor for the tail: the last layer's output is ``chunk``."""
-
-    def visit(index: int, hidden: torch.Tensor, call: LayerCall) -> torch.Tensor:
-        return chunk if index == layers - 1 else hidden
-
-    return visit
+def answer(hidden: torch.Tensor) -> Visitor:
+    """Return a visitor for the tail: whatever the layers are given, they make ``hidden`` of it."""
+    return lambda index, given, call: hidden
 
 
 def require_constant(index: int, call: LayerCall) -> None:

@@ -6,7 +6,29 @@ from tiering.errors import RefusedError
 
 SUPPORTED: frozenset[str] = frozenset(
     {
+        "cohere",
+        "cohere2",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "glm4",
+        "gpt2",
+        "gpt_neox",
+        "gpt_oss",
+        "granite",
         "llama",
+        "mistral",
+        "mixtral",
+        "olmo2",
+        "olmo3",
+        "phi",
+        "phi3",
+        "qwen2",
+        "qwen3",
+        "qwen3_moe",
+        "smollm3",
+        "stablelm",
+        "starcoder2",
     }
 )
 """Values of ``model_type``; each is trained beside plain transformers by a parity test."""

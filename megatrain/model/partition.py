@@ -141,7 +141,8 @@ class Binding:
     def _make_parameters(self, flat: torch.Tensor) -> list[nn.Parameter]:
         parameters = [nn.Parameter(view) for view in self.views(flat)]
         for index, parameter in enumerate(parameters):
-            parameter.register_post_accumulate_grad_hook(functools.partial(self._arrived, index))
+            arrived = functools.partial(self._arrived, index)
+            parameter.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
         return parameters
 
     def _arrived(self, index: int, parameter: torch.Tensor) -> None:
@@ -168,6 +169,8 @@ def require_match(
     Raises:
         RefusedError: Names or shapes differ, or a tensor is in the wrong unit.
     """
+    if len(units) < 2:
+        raise RefusedError(f"{len(units)} units; need outer_in, the layers and outer_out")
     held = {tensor.name: tensor.shape for unit in units for tensor in unit.tensors}
     _require_none("the model lacks", sorted(held.keys() - parameters.keys()))
     _require_none("the store lacks", sorted(parameters.keys() - held.keys()))

@@ -7,7 +7,7 @@ R distinct token ids of a window.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -18,8 +18,9 @@ from torch import nn
 from checkpoint.schema import Tensor, Unit
 from megatrain.model.capture import FrontRecorder, LayerCall, LayerStandIn, Route
 from megatrain.model.front import Front
-from megatrain.model.loss import AddProduct, product_adder
 from megatrain.model.partition import Binding, require_match, seats_of
+from megatrain.model.probe import require_cut
+from megatrain.model.products import Add, choose_products
 from megatrain.model.tail import Tail
 from megatrain.model.templates import Template, build, read_config
 from tiering.errors import RefusedError
@@ -104,9 +105,10 @@ class StreamedModel:
         self._template = template
         self._bind_units(units)
         self._insert_stand_ins()
-        self._adders: dict[torch.dtype, AddProduct] = {}
-        like = torch.zeros((), dtype=dtype, device=device)
-        self._blank_rest = self._rest.blanks(like=like, requires_grad=False)
+        self._products = choose_products(dtype, device)
+        row = torch.zeros(self.hidden_size, dtype=dtype, device=device)
+        self._blank_rest = self._rest.blanks(like=row, requires_grad=False)
+        require_cut(self._front, self._tail, self._rest, self._outer_out, table_row=row)
 
     @property
     def rest_offset(self) -> int:
@@ -173,17 +175,16 @@ class StreamedModel:
             self._outer_out.learning(weights, grads) as touched,
         ):
             name, weight, acc = self._head_weight(table, table_grads)
-            result = self._tail.train(
+            loss, grad_hidden = self._tail.train(
                 hidden,
                 targets,
                 chunk=self.loss_chunk,
                 target_count=target_count,
                 weight=weight,
+                products=self._products,
                 add=self._adder(name, acc, touched),
             )
-        return HeadResult(
-            loss=result.loss, grad_hidden=result.grad_hidden, touched=frozenset(touched)
-        )
+        return HeadResult(loss=loss, grad_hidden=grad_hidden, touched=frozenset(touched))
 
     def backward_outer(
         self,
@@ -258,15 +259,9 @@ class StreamedModel:
         name = f"{self._template.head_name}.weight"
         return name, self._template.head.weight.detach(), self._outer_out.gradient(name)
 
-    def _adder(
-        self, name: str, acc: torch.Tensor, touched: set[str]
-    ) -> Callable[[torch.Tensor, torch.Tensor], None]:
-        if acc.dtype not in self._adders:
-            self._adders[acc.dtype] = product_adder(self.dtype, acc.dtype, self.device)
-        add_product = self._adders[acc.dtype]
-
-        def add(grad_CV: torch.Tensor, hidden_CH: torch.Tensor) -> None:
-            add_product(acc, grad_CV, hidden_CH)
+    def _adder(self, name: str, acc: torch.Tensor, touched: set[str]) -> Add:
+        def add(grad: torch.Tensor, hidden: torch.Tensor) -> None:
+            self._products.add(acc, grad, hidden)
             touched.add(name)
 
         return add

@@ -1,38 +1,30 @@
 """The model's own code after its last layer, with the loss, a chunk of tokens at a time.
 
 Each chunk goes forward and backward before the next, so that only one chunk's logits ever exist.
-C tokens of the chunk, V words, H hidden size.
+C tokens of a chunk, V words, H hidden size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from megatrain.model.capture import Route, chunk_injector
-from megatrain.model.loss import IGNORED, HeadProduct, cross_entropy
+from megatrain.model.capture import Route, StandIn, answer
+from megatrain.model.loss import IGNORED, cross_entropy
+from megatrain.model.products import Add, HeadProduct, Products
 from megatrain.model.templates import Template
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TailResult:
-    """A micro-batch's share of the mean loss (float64 scalar, on the device) and its gradient."""
-
-    loss: torch.Tensor
-    grad_hidden: torch.Tensor
-
-
-class HeadStandIn(nn.Module):
+class HeadStandIn(StandIn):
     """Takes the place of the head's Linear and leaves the product to somebody else."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, head: nn.Linear) -> None:
+        super().__init__(head)
         self._product: Product | None = None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -56,10 +48,9 @@ class Tail:
 
     def __init__(self, template: Template, route: Route) -> None:
         self._model = template.model
-        self._layers = len(template.layers)
         self._route = route
         self._linear = template.head
-        self._head = HeadStandIn()
+        self._head = HeadStandIn(template.head)
         template.model.set_submodule(template.head_name, self._head)
 
     def logits(self, hidden: torch.Tensor, product: Product) -> torch.Tensor:
@@ -69,8 +60,7 @@ class Tail:
         before its layers is thrown away, so it costs little and never runs out of positions.
         """
         output = hidden.unsqueeze(1)
-        visit = chunk_injector(output, self._layers)
-        with self._route.to(visit), self._head.being(product):
+        with self._route.to(answer(output)), self._head.being(product):
             made = self._model(inputs_embeds=output.detach(), use_cache=False)
         logits: torch.Tensor = made.logits
         return logits.squeeze(1)
@@ -83,12 +73,18 @@ class Tail:
         chunk: int,
         target_count: int,
         weight: torch.Tensor,
-        add: Callable[[torch.Tensor, torch.Tensor], None],
-    ) -> TailResult:
-        """Return loss and gradient of ``hidden``; ``add(grad_CV, hidden_CH)`` gets the head's."""
+        products: Products,
+        add: Add,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the loss (float64 scalar) and the gradient by ``hidden``, both on its device.
+
+        ``weight`` is the head's; ``add`` receives what its gradient is made of.
+        """
 
         def product(normed: torch.Tensor) -> torch.Tensor:
-            logits: torch.Tensor = HeadProduct.apply(normed, self._linear.bias, weight, add)
+            logits: torch.Tensor = HeadProduct.apply(  # type: ignore[no-untyped-call]
+                normed, self._linear.bias, weight, products, add
+            )
             return logits
 
         flat, flat_targets = hidden.flatten(0, 1), targets.flatten()
@@ -97,7 +93,7 @@ class Tail:
         for piece in live_chunks(flat_targets, chunk):
             wanted = flat_targets[piece].to(flat.device, non_blocking=True)
             loss += self._backward(flat[piece], wanted, target_count, product, out=grad[piece])
-        return TailResult(loss=loss, grad_hidden=grad.view_as(hidden))
+        return loss, grad.view_as(hidden)
 
     def _backward(
         self,
@@ -112,7 +108,8 @@ class Tail:
         with torch.enable_grad():
             logits = self.logits(entry, product)
         loss, grad = cross_entropy(logits.detach(), targets, target_count=target_count)
-        torch.autograd.backward(logits, grad.to(logits.dtype))
+        grad = grad.to(logits.dtype)  # the float32 one ends here, before the products
+        torch.autograd.backward(logits, grad)
         if entry.grad is not None:
             out.copy_(entry.grad)
         return loss
@@ -120,5 +117,6 @@ class Tail:
 
 def live_chunks(targets: torch.Tensor, chunk: int) -> list[slice]:
     """Return the chunks of ``targets`` that have one; waits for the device that holds them."""
-    numbers = (targets != IGNORED).nonzero().flatten().div(chunk, rounding_mode="floor").unique()
+    places = (targets != IGNORED).nonzero().flatten()
+    numbers = torch.unique(places.div(chunk, rounding_mode="floor"))
     return [slice(number * chunk, (number + 1) * chunk) for number in numbers.tolist()]

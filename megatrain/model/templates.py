@@ -56,7 +56,6 @@ def read_config(config_dir: Path, *, any_family: bool) -> Any:
     if not any_family:
         require_supported(config.model_type)
     _require_plain(config)
-    config.use_cache = False
     config.output_hidden_states = False
     config.output_attentions = False
     config.return_dict = True
@@ -112,7 +111,7 @@ def _parameters_on_meta() -> Iterator[None]:
         empty = torch.empty_like(parameter, device="meta")
         return nn.Parameter(empty, requires_grad=parameter.requires_grad)
 
-    handle = register_module_parameter_registration_hook(to_meta)
+    handle = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
     try:
         yield
     finally:
@@ -189,4 +188,5 @@ def _require_unshared(template: Template) -> None:
 
 
 def _name_of(model: nn.Module, wanted: nn.Module) -> str:
-    return next(name for name, module in model.named_modules() if module is wanted)
+    names: dict[int, str] = {id(module): name for name, module in model.named_modules()}
+    return names[id(wanted)]

@@ -25,6 +25,7 @@ class Batch:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamW:
     lr: float = 1e-3
+    eps: float = 1e-4  # Adam would blow up the rounding of elements whose gradient is zero
     weight_decay: float = 0.1
     clip: float = 0.5
 
@@ -89,7 +90,10 @@ class Driver:
             for t in u.tensors
         }
         self.optimizer = torch.optim.AdamW(
-            self.parameters.values(), lr=optimizer.lr, weight_decay=optimizer.weight_decay
+            self.parameters.values(),
+            lr=optimizer.lr,
+            eps=optimizer.eps,
+            weight_decay=optimizer.weight_decay,
         )
         self.clip = optimizer.clip
         self.touched: set[str] = set()

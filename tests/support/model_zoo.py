@@ -16,14 +16,14 @@ _SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
     "pad_token_id": 0,
 }
 _NEOX = {k: v for k, v in _SHAPE.items() if k != "num_key_value_heads"}
-_GPT2 = {"vocab_size": VOCABULARY, "n_positions": 32, "n_embd": 32, "n_layer": 3, "n_head": 4}
+_GPT2 = {"vocab_size": VOCABULARY, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 4}
 
 CONFIGS: dict[str, Any] = {
     "llama": tf.LlamaConfig(**_SHAPE),
@@ -43,7 +43,7 @@ CONFIGS: dict[str, Any] = {
         **_SHAPE,
         head_dim=8,
         sliding_window=8,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        layer_types=["sliding_attention", "full_attention"],
     ),
     "gpt2": tf.GPT2Config(**_GPT2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
     "gpt_neox": tf.GPTNeoXConfig(**_NEOX, hidden_dropout=0.0, attention_dropout=0.0),
@@ -54,6 +54,8 @@ CONFIGS: dict[str, Any] = {
         **_SHAPE, logits_scaling=4.0, embedding_multiplier=3.0, residual_multiplier=0.5
     ),
     "cohere": tf.CohereConfig(**_SHAPE, logit_scale=0.25),
+    "cohere2": tf.Cohere2Config(**_SHAPE, sliding_window=8),
+    "olmo3": tf.Olmo3Config(**_SHAPE, sliding_window=8),
     "smollm3": tf.SmolLM3Config(**_SHAPE),
     "starcoder2": tf.Starcoder2Config(**_SHAPE),
     "stablelm": tf.StableLmConfig(**_SHAPE),
@@ -69,7 +71,7 @@ CONFIGS: dict[str, Any] = {
 
 
 def make_plain(family: str, folder: Path, *, tied: bool, **changes: Any) -> Any:
-    """Return a plain model with random weights everywhere, its configuration saved in ``folder``."""
+    """Return a plain model, random in every weight; its configuration is saved in ``folder``."""
     config = copy.deepcopy(CONFIGS[family])
     config.tie_word_embeddings = tied
     for name, value in changes.items():
@@ -87,6 +89,7 @@ def make_batch(seed: int, *, padded: bool = False, size: int = 2, length: int = 
     """Return random tokens; padded ones end early in all but the first row."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(1, VOCABULARY, (size, length), generator=generator)
+    ids[0, length // 2] = 0  # the padding token as text: its row of the table is not trained
     targets = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=IGNORED)
     if not padded:
         return Batch(input_ids=ids, attention_mask=None, targets=targets)
