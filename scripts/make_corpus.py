@@ -31,9 +31,12 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", nargs="?", type=Path, default=FILE)
+    parser.add_argument("--texts", type=int, help="as many, evenly spread; default: all")
     args = parser.parse_args()
     args.file.parent.mkdir(parents=True, exist_ok=True)
     texts = [text for name in sorted(topics) for text in chunks(topics[name])]
+    if args.texts:
+        texts = texts[:: max(1, len(texts) // args.texts)][: args.texts]
     with args.file.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
     print(f"wrote {args.file}: {len(texts)} texts, {sum(map(len, texts)):,} characters")

