@@ -137,6 +137,8 @@ class TrainConfig(_Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     loss_chunk: PositiveInt = 128
     """Tokens whose logits exist at a time."""
+    any_family: bool = False
+    """Try a model family that no parity test proves."""
     max_skipped: int = Field(default=20, ge=0)
     """Steps in a row without a finite gradient or a target before the run gives up."""
 
@@ -224,6 +226,15 @@ def load_run(path: Path, sets: Sequence[str] = ()) -> RunConfig:
         UsageError: One line for each thing that is wrong, with its place.
     """
     document, places = runfile.read(path)
+    for assignment in sets:
+        runfile.put(document, assignment, places)
+    return _validate(RunConfig, document, places)
+
+
+def with_sets(config: RunConfig, sets: Sequence[str]) -> RunConfig:
+    """Return ``config`` with each ``key=value`` of ``sets`` put over it; errors as in load_run."""
+    document = json.loads(config.to_json())
+    places = runfile.Places("stored configuration")
     for assignment in sets:
         runfile.put(document, assignment, places)
     return _validate(RunConfig, document, places)

@@ -1,0 +1,33 @@
+"""The command ``megatrain-ckpt``: the tools of ``checkpoint``, and ``resume``, which trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+from checkpoint.cli import cli, guarded
+
+from megatrain.cli import SETS, supervise
+
+
+@cli.command()
+@click.argument("place", metavar="RUN_DIR|STORE", type=click.Path(path_type=Path))
+@SETS
+@click.option(
+    "--allow-changes",
+    is_flag=True,
+    help="Apply settings of --set that make it another run, from the next step on.",
+)
+@guarded
+def resume(place: Path, sets: tuple[str, ...], allow_changes: bool) -> None:
+    """Go on with a run from its last commit, with the same numbers as if it had never stopped."""
+    from megatrain import run
+
+    supervise(
+        lambda observer, stop: run.resume(place, sets, observer, stop, allow_changes=allow_changes)
+    )
+
+
+def main() -> None:
+    """Run the command line."""
+    cli()

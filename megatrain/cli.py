@@ -1,0 +1,86 @@
+"""The command ``megatrain``."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from checkpoint.cli import guarded
+
+if TYPE_CHECKING:
+    from megatrain.run import Outcome, RunObserver
+    from megatrain.trainer import Stop
+
+SETS = click.option(
+    "--set", "sets", multiple=True, metavar="KEY=VALUE", help="Override a key of the run file."
+)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def cli() -> None:
+    """Train every parameter of a language model on one device, its state on tiered storage."""
+
+
+@cli.command()
+@click.argument("run_file", metavar="RUN.yaml", type=click.Path(path_type=Path))
+@SETS
+@guarded
+def train(run_file: Path, sets: tuple[str, ...]) -> None:
+    """Start the run that RUN.yaml describes.
+
+    Every committed step can be gone on with by megatrain-ckpt resume. Ctrl-C and SIGTERM end the
+    run after the commit of the step in progress.
+    """
+    from megatrain.config import load_run
+
+    config = load_run(run_file, sets)
+    from megatrain import run
+
+    supervise(lambda observer, stop: run.train(config, observer, stop))
+
+
+def supervise(start: Callable[[RunObserver, Stop], Outcome]) -> None:
+    """Run with a progress bar; exit with 130 if the run was asked to stop before its end."""
+    from megatrain.progress import Terminal
+    from megatrain.trainer import Stop
+
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    terminal, stop = Terminal(), Stop()
+    try:
+        with _stopping(stop):
+            outcome = start(terminal, stop)
+    finally:
+        terminal.close()
+    click.echo(f"{outcome.store}: step {outcome.step} is committed; metrics in {outcome.out}")
+    if not outcome.finished:
+        click.echo(f"stopped on request; go on with: megatrain-ckpt resume {outcome.out}", err=True)
+        sys.exit(130)
+
+
+@contextmanager
+def _stopping(stop: Stop) -> Iterator[None]:
+    """Turn the first SIGINT or SIGTERM into a request; a second SIGINT interrupts at once."""
+
+    def ask(number: int, frame: object) -> None:
+        if stop.requested and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        stop.request()
+        click.echo("\nstopping after the commit of this step", err=True)
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def main() -> None:
+    """Run the command line."""
+    cli()

@@ -1,0 +1,233 @@
+"""Everything that a run allocates and starts, put together from a store and a run file."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from checkpoint.schema import SCHEMA_FILE, Layout, Schema, Tensor, Unit
+from megatrain.config import RunConfig
+from megatrain.executor import Applied, Executor
+from megatrain.lanes import make_lanes
+from megatrain.memory import Memory
+from megatrain.model.streamed import StreamedModel
+from megatrain.optimizer import CpuAdam
+from megatrain.planner import Budget, Plan, fit
+from megatrain.shape import PIECE, Shape, UnitShape
+from megatrain.stage import TORCH_DTYPES, Stage
+from megatrain.update import Update
+from tiering.arena import Arena
+from tiering.errors import RefusedError
+from tiering.pool import Pool
+from tiering.records import ITEMSIZE, Record, Tier
+from tiering.scratch import Scratch
+from tiering.store import StoreReader, StoreWriter, open_reader
+
+
+def read_schema(store: StoreReader | StoreWriter) -> Schema:
+    """Return what the store holds."""
+    return Schema.decode(store.schema_file(SCHEMA_FILE))
+
+
+def pick_device(name: str) -> torch.device:
+    """Return the device that a run file asks for; ``auto`` takes a GPU where there is one."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise RefusedError("train.device is cuda, but torch sees no CUDA device; use auto or cpu")
+    cuda = name == "cuda" or (name == "auto" and torch.cuda.is_available())
+    return torch.device("cuda" if cuda else "cpu")
+
+
+@contextmanager
+def side_files(store: StoreReader | StoreWriter, schema: Schema) -> Iterator[Path]:
+    """Put the store's configuration and tokenizer files into a folder that Hugging Face reads."""
+    with tempfile.TemporaryDirectory(prefix="megatrain-model-") as name:
+        folder = Path(name)
+        for file in schema.files:
+            place = folder / file
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_bytes(store.schema_file(file))
+        yield folder
+
+
+def trained_units(schema: Schema) -> tuple[Unit, ...]:
+    """Return the units that are streamed, in the order in which they run."""
+    return tuple(unit for unit in schema.units if unit.trainable)
+
+
+def streamed_role(schema: Schema, dtype: str) -> str:
+    """Return the role that crosses to the device when computing in ``dtype``."""
+    if dtype == "float32":
+        return "master"
+    if schema.layout is Layout.FLOAT32:
+        raise RefusedError(
+            "train.dtype is bfloat16, but this store was converted without bfloat16 weights; "
+            "convert the model again with --dtype bfloat16, or set train.dtype to float32"
+        )
+    return "weights"
+
+
+def shape_of(schema: Schema, config: RunConfig) -> Shape:
+    """Return the sizes that a step's schedule depends on."""
+    units = trained_units(schema)
+    first, roles = units[0], schema.roles(units[0])
+    table = first.tensors[0]
+    words, hidden = table.shape
+    train = config.train
+    tokens = train.samples_per_step * config.data.max_seq_len
+    return Shape(
+        units=tuple(UnitShape(name=unit.name, length=unit.length) for unit in units),
+        table_length=first.tensors[1].offset if len(first.tensors) > 1 else first.length,
+        tied=any(tie.target == table.name for tie in schema.ties),
+        hidden=hidden,
+        tokens=tokens,
+        micro_batches=train.accumulate,
+        rows=min(words, tokens),
+        loss_chunk=train.loss_chunk,
+        streamed=streamed_role(schema, train.dtype),
+        itemsizes={str(r): ITEMSIZE[schema.record(first, r).dtype] for r in roles},
+        compute_itemsize=TORCH_DTYPES[train.dtype].itemsize,
+    )
+
+
+def trained_records(schema: Schema) -> Mapping[str, Record]:
+    """Return the records that training updates, by name."""
+    return {
+        record.name: record
+        for unit in trained_units(schema)
+        for record in (schema.record(unit, role) for role in schema.roles(unit))
+    }
+
+
+def make_plan(schema: Schema, config: RunConfig, device: torch.device) -> Plan:
+    """Return the plan of a run.
+
+    Raises:
+        CapacityError: It does not fit into ``memory.ram``.
+    """
+    memory, shape = config.memory, shape_of(schema, config)
+    slab = memory.slab
+    length = None if slab == "auto" else max(PIECE, slab // shape.compute_itemsize // PIECE * PIECE)
+    keep = {"auto": None, "ram": True, "disk": False}[memory.gradients]
+    budget = Budget(
+        ram=memory.ram,
+        device_in_ram=device.type == "cpu",
+        resident=None if memory.resident == "auto" else memory.resident,
+        slab_length=length,
+        gradients_in_ram=keep,
+    )
+    return fit(shape, trained_records(schema), budget)
+
+
+@dataclass(slots=True, kw_only=True)
+class Engine:
+    """The running parts of one run."""
+
+    stage: Stage
+    executor: Executor
+    update: Update
+
+
+@contextmanager
+def start(
+    store: StoreWriter,
+    schema: Schema,
+    plan: Plan,
+    config: RunConfig,
+    *,
+    device: torch.device,
+    counts: dict[str, int],
+    commit: Callable[[Applied], None],
+    on_loaded: Callable[[int], None] | None = None,
+) -> Iterator[Engine]:
+    """Allocate what the plan says, load the resident records, and give it all back at the end."""
+    train = config.train
+    with ExitStack() as stack:
+        host = stack.enter_context(Arena(plan.host_nbytes))
+        stack.callback(gc.collect)  # tensors that alias the arena must be gone before it closes
+        pool = Pool(store, plan.step.placement, host)
+        stack.callback(pool.close)
+        pool.load(on_loaded)
+        memory = Memory(plan.arenas, host=host, device=device)
+        stack.callback(memory.close)
+        stack.callback(gc.collect)
+        model = _model(store, schema, config, device)
+        stack.callback(model.release)
+        stage = Stage(
+            plan=plan,
+            memory=memory,
+            pool=pool,
+            scratch=_scratch(store, plan, stack),
+            model=model,
+            units={unit.name: unit for unit in trained_units(schema)},
+            device=device,
+            dtype=TORCH_DTYPES[train.dtype],
+        )
+        adam = stack.enter_context(CpuAdam(betas=train.betas, eps=train.eps))
+        update = Update(stage, adam, counts)
+        lanes = make_lanes(device)
+        stack.callback(lanes.close)
+        executor = Executor(stage, update, lanes, max_norm=train.max_grad_norm, commit=commit)
+        yield Engine(stage=stage, executor=executor, update=update)
+        del executor, update, stage, model, memory, pool
+
+
+def _scratch(store: StoreWriter, plan: Plan, stack: ExitStack) -> Scratch | None:
+    if plan.step.sizes.gradients_in_ram:
+        return None
+    shape = plan.step.shape
+    dense = {unit.name: shape.dense_grad_length(unit.name) for unit in shape.units}
+    sizes = {name: length * shape.grad_itemsize for name, length in dense.items() if length}
+    return stack.enter_context(Scratch(store, sizes))
+
+
+def _model(
+    store: StoreWriter, schema: Schema, config: RunConfig, device: torch.device
+) -> StreamedModel:
+    with side_files(store, schema) as folder:
+        return StreamedModel(
+            folder,
+            trained_units(schema),
+            dtype=TORCH_DTYPES[config.train.dtype],
+            device=device,
+            loss_chunk=config.train.loss_chunk,
+            any_family=config.train.any_family,
+            buffers=carried_tensors(store.path, schema),
+        )
+
+
+def carried_tensors(path: Path, schema: Schema) -> Mapping[str, torch.Tensor]:
+    """Return the untrained tensors of a store that torch has a data type for here."""
+    found: dict[str, torch.Tensor] = {}
+    carried = [unit for unit in schema.units if not unit.trainable]
+    if not carried:
+        return found
+    with open_reader(path) as reader:
+        for unit in carried:
+            record = schema.record(unit, "weights")
+            data = bytearray(record.nbytes)
+            reader.read(record.name, 0, memoryview(data))
+            dtype = getattr(torch, record.dtype)
+            flat = torch.frombuffer(data, dtype=dtype)
+            found |= {tensor.name: _cut(flat, tensor) for tensor in unit.tensors}
+    return found
+
+
+def _cut(flat: torch.Tensor, tensor: Tensor) -> torch.Tensor:
+    return flat[tensor.offset : tensor.end].view(tensor.shape)
+
+
+def disk_nbytes(plan: Plan, slots: int) -> int:
+    """Return the bytes that all slots of a store take on drives."""
+    return slots * sum(record.padded_nbytes for record in plan.records.values())
+
+
+def resident_share(plan: Plan) -> float:
+    """Return the part of the state that stays in RAM."""
+    total = sum(record.padded_nbytes for record in plan.records.values())
+    return plan.tiers.get(Tier.PINNED, 0) / total

@@ -1,0 +1,123 @@
+"""Runs one step's schedule on the lanes: each operation goes to the part that knows it."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatrain.data.batches import Window
+from megatrain.gradients import Gradients
+from megatrain.lanes import Lanes
+from megatrain.ops import Kind, Op
+from megatrain.stage import Stage, StepState
+from megatrain.streaming import Streaming
+from megatrain.update import Rule, Update
+
+Handler = Callable[[Op, StepState], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What a step found out. ``odd_units`` are those whose gradient was not finite."""
+
+    loss: float
+    grad_norm: float
+    applied: bool
+    odd_units: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Applied:
+    """A step whose updates are all written, about to be committed."""
+
+    result: StepResult
+    checksums: Mapping[str, np.ndarray]
+
+
+class Executor:
+    """Runs steps, one after another, on one stage.
+
+    ``commit`` is called by the host lane once everything that the step writes is written.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        update: Update,
+        lanes: Lanes,
+        *,
+        max_norm: float | None,
+        commit: Callable[[Applied], None],
+    ) -> None:
+        self.stage = stage
+        self.update = update
+        self.lanes = lanes
+        self.seconds: dict[Kind, float] = defaultdict(float)
+        self._commit = commit
+        self._lists = {True: stage.plan.ops, False: stage.plan.without_commit()}
+        self._handlers = self._table(Gradients(stage, max_norm=max_norm))
+
+    def step(
+        self, window: Window, rule: Rule, *, number: int, seed: int, commit: bool
+    ) -> StepResult:
+        """Run update ``number`` on ``window``; on return it is applied, and committed if asked.
+
+        A step whose loss or gradient is not finite changes nothing.
+        """
+        state = StepState.of(window, number=number, seed=seed)
+        self.stage.pool.begin_step()
+        self.update.begin(rule, checksums=commit)
+
+        def handle(op: Op) -> None:
+            began = time.perf_counter()
+            self._handlers[op.kind](op, state)
+            self.stage.count(op, state)
+            self.seconds[op.kind] += time.perf_counter() - began
+
+        self.lanes.run(self._lists[commit], handle)
+        if not state.skip and not commit:
+            self.update.applied(state)
+        return _result(state)
+
+    def _table(self, gradients: Gradients) -> Mapping[Kind, Handler]:
+        streaming, update = Streaming(self.stage), self.update
+        return {
+            Kind.READ_ROWS: streaming.read_rows,
+            Kind.COPY_ROWS: streaming.copy_rows,
+            Kind.READ_WEIGHTS: streaming.read_weights,
+            Kind.COPY_WEIGHTS: streaming.copy_weights,
+            Kind.CAPTURE: streaming.capture,
+            Kind.FORWARD: streaming.forward,
+            Kind.HEAD: streaming.head,
+            Kind.BACKWARD: streaming.backward,
+            Kind.OUTER_BACKWARD: streaming.outer_backward,
+            Kind.COPY_GRADS: gradients.copy_grads,
+            Kind.COPY_OUTER_GRADS: gradients.copy_outer_grads,
+            Kind.SUM_SQUARES: gradients.sum_squares,
+            Kind.WRITE_GRADS: gradients.write_grads,
+            Kind.NORM: gradients.norm,
+            Kind.READ_STATE: update.read_state,
+            Kind.READ_GRADS: update.read_grads,
+            Kind.UPDATE: update.update,
+            Kind.WRITE_STATE: update.write_state,
+            Kind.FLUSH: update.flush,
+            Kind.COMMIT: self._finish,
+        }
+
+    def _finish(self, op: Op, state: StepState) -> None:
+        if not state.skip:
+            self.update.applied(state)  # the counts belong to the generation
+            self._commit(Applied(result=_result(state), checksums=self.update.ledger.tables()))
+
+
+def _result(state: StepState) -> StepResult:
+    return StepResult(
+        loss=state.loss,
+        grad_norm=state.grad_norm,
+        applied=not state.skip,
+        odd_units=tuple(dict.fromkeys(state.odd_units)),
+    )

@@ -1,0 +1,233 @@
+"""The plan of a run: what fits where, and what a step moves, read off the step's schedule.
+
+The planner interprets the same list of operations that the executor runs, without running it.
+So the table that a run prints before it allocates cannot drift from what the run does.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from megatrain.ops import DEVICE_ARENAS, ArenaName, Kind, Lane, Op, Step, Take
+from megatrain.schedule import build
+from megatrain.shape import MOMENTS, PIECE, Shape, Sizes
+from tiering.errors import CapacityError
+from tiering.placement import place
+from tiering.records import ALIGNMENT, Record, Tier, round_up
+
+SLAB_LENGTHS = tuple(PIECE << k for k in (4, 3, 2, 1, 0))  # 1,048,576 down to 65,536 elements
+Arenas = Mapping[ArenaName, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """What a run may use; ``None`` leaves the choice to the planner."""
+
+    ram: int
+    device_in_ram: bool
+    resident: int | None = None
+    slab_length: int | None = None
+    gradients_in_ram: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Bytes that one step reads from a tier and writes to it."""
+
+    read: int = 0
+    written: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A step's schedule with the memory it needs and the bytes it moves."""
+
+    step: Step
+    ops: tuple[Op, ...]
+    arenas: Arenas
+    records: Mapping[str, Record]
+    device_in_ram: bool
+    ram: int
+
+    @property
+    def resident_nbytes(self) -> int:
+        """Bytes of the records kept in RAM."""
+        return tier_nbytes(self.records, self.step.placement).get(Tier.PINNED, 0)
+
+    @property
+    def tiers(self) -> Mapping[Tier, int]:
+        """Bytes of records per tier."""
+        return tier_nbytes(self.records, self.step.placement)
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes of host memory that the run allocates: records, then arenas."""
+        return self.resident_nbytes + sum(
+            sum(slabs) for name, slabs in self.arenas.items() if self.on_host(name)
+        )
+
+    def on_host(self, arena: ArenaName) -> bool:
+        """Return whether an arena counts against ``memory.ram``."""
+        return self.device_in_ram or arena not in DEVICE_ARENAS
+
+    @property
+    def traffic(self) -> Mapping[Tier, Traffic]:
+        """Bytes per step and tier."""
+        return traffic(self.ops)
+
+    @property
+    def lanes(self) -> Mapping[Lane, int]:
+        """Bytes that each lane moves in a step."""
+        moved: dict[Lane, int] = dict.fromkeys(Lane, 0)
+        for op in self.ops:
+            moved[op.lane] += op.nbytes
+        return moved
+
+    def gradient_places(self) -> Mapping[str, Take]:
+        """Return where each unit's dense gradient waits in RAM for its update."""
+        return {
+            op.unit: op.target
+            for op in self.ops
+            if op.kind is Kind.COPY_GRADS
+            and op.target is not None
+            and op.target.arena is ArenaName.GRADIENTS
+        }
+
+    def without_commit(self) -> tuple[Op, ...]:
+        """Return the operations of a step that is not committed."""
+        return build(replace(self.step, commit=False))
+
+
+def traffic(ops: Iterable[Op]) -> Mapping[Tier, Traffic]:
+    """Add up the moves of ``ops`` by tier."""
+    read: dict[Tier, int] = defaultdict(int)
+    written: dict[Tier, int] = defaultdict(int)
+    for op in ops:
+        for move in op.moves:
+            read[move.tier] += move.read
+            written[move.tier] += move.written
+    return {
+        tier: Traffic(read=read[tier], written=written[tier])
+        for tier in Tier
+        if read[tier] or written[tier]
+    }
+
+
+def arenas_of(ops: Iterable[Op]) -> Arenas:
+    """Return, for each arena, the bytes of its slabs: the largest hold taken on each."""
+    slabs: dict[ArenaName, dict[int, int]] = defaultdict(dict)
+    for op in ops:
+        for take in op.takes:
+            held = slabs[take.arena]
+            held[take.index] = max(held.get(take.index, 0), round_up(take.nbytes, ALIGNMENT))
+    return {
+        name: tuple(held.get(i, 0) for i in range(max(held) + 1)) for name, held in slabs.items()
+    }
+
+
+def tier_nbytes(records: Mapping[str, Record], placement: Mapping[str, Tier]) -> Mapping[Tier, int]:
+    """Return the bytes of the records on each tier."""
+    total: dict[Tier, int] = defaultdict(int)
+    for name, tier in placement.items():
+        total[tier] += records[name].padded_nbytes
+    return dict(total)
+
+
+def fit(shape: Shape, records: Mapping[str, Record], budget: Budget) -> Plan:
+    """Return the best plan within the budget.
+
+    Gradients in RAM come before large slabs, since gradients on drives are written; what is
+    left holds records, weights before optimizer state.
+
+    Raises:
+        CapacityError: Not even the smallest slabs fit; the message is the table of needs.
+    """
+    smallest: Plan | None = None
+    for sizes in candidates(shape, budget):
+        bare = assemble(shape, records, sizes, budget, resident=0)
+        room = budget.ram - bare.host_nbytes
+        if room >= 0:
+            return _with_records(bare, budget, room)
+        if smallest is None or bare.host_nbytes < smallest.host_nbytes:
+            smallest = bare
+    assert smallest is not None  # candidates() is never empty
+    raise CapacityError(refusal(smallest))
+
+
+def _with_records(bare: Plan, budget: Budget, room: int) -> Plan:
+    """Fill the room with records; update slabs may shrink away, so the fit is checked again."""
+    cap = room if budget.resident is None else budget.resident
+    if budget.resident is not None and budget.resident > room:
+        cap = room
+    return assemble(bare.step.shape, bare.records, bare.step.sizes, budget, resident=min(cap, room))
+
+
+def candidates(shape: Shape, budget: Budget) -> Iterator[Sizes]:
+    """Yield the sizes to try, best first."""
+    lengths = (budget.slab_length,) if budget.slab_length else SLAB_LENGTHS
+    keeps = (True, False) if budget.gradients_in_ram is None else (budget.gradients_in_ram,)
+    for keep in keeps:
+        for length in lengths:
+            for depth in (4, 3, 2):
+                yield Sizes(
+                    slab_length=length,
+                    staging_slabs=staging_slabs(shape, length, depth),
+                    grad_slabs=depth,
+                    update_slabs=depth,
+                    gradients_in_ram=keep,
+                )
+
+
+def staging_slabs(shape: Shape, slab_length: int, depth: int) -> int:
+    """Return the slabs that hold one layer read ahead, within reason."""
+    layer = max((unit.length for unit in shape.layers), default=slab_length)
+    return max(2, min(depth * 4, -(-layer // slab_length) + 1))
+
+
+def assemble(
+    shape: Shape, records: Mapping[str, Record], sizes: Sizes, budget: Budget, *, resident: int
+) -> Plan:
+    """Return the plan for given sizes and ``resident`` bytes of records in RAM."""
+    order = placement_order(shape, records)
+    total = sum(record.padded_nbytes for record in order)
+    placement = place(order, {Tier.PINNED: resident, Tier.NVME: total})
+    step = Step(shape=shape, sizes=sizes, placement=placement)
+    ops = build(step)
+    return Plan(
+        step=step,
+        ops=ops,
+        arenas=arenas_of(ops),
+        records={record.name: record for record in order},
+        device_in_ram=budget.device_in_ram,
+        ram=budget.ram,
+    )
+
+
+def placement_order(shape: Shape, records: Mapping[str, Record]) -> Sequence[Record]:
+    """Return the records in the order in which they earn RAM.
+
+    What is streamed is read twice a step and comes first; then the optimizer's records, unit by
+    unit. A bf16 copy that this run does not stream is only written, and comes last.
+    """
+    names = [f"{unit.name}.{shape.streamed}" for unit in shape.units]
+    optimizer = [role for role in ("master", *MOMENTS) if role != shape.streamed]
+    names += [f"{unit.name}.{role}" for unit in shape.units for role in optimizer]
+    rest = [role for role in shape.roles if role != shape.streamed and role not in optimizer]
+    names += [f"{unit.name}.{role}" for role in rest for unit in shape.units]
+    return [records[name] for name in names]
+
+
+def refusal(plan: Plan) -> str:
+    """Return the message for a run that does not fit: needs, and the knobs that would help."""
+    needs = sorted(
+        ((sum(slabs), name) for name, slabs in plan.arenas.items() if plan.on_host(name)),
+        reverse=True,
+    )
+    table = "\n".join(f"  {name:<22}{size / 2**20:>10.1f} MiB" for size, name in needs)
+    return (
+        f"memory.ram is {plan.ram / 2**20:.1f} MiB, the smallest plan needs "
+        f"{plan.host_nbytes / 2**20:.1f} MiB:\n{table}\n"
+        f"raise memory.ram, or lower train.micro_batch, train.accumulate or data.max_seq_len"
+    )
