@@ -149,7 +149,7 @@ class _Sink:
     """One record being written from start to end out of ``piece``."""
 
     def __init__(self, writer: StoreWriter, record: Record, piece: Bytes) -> None:
-        assert writer.working is not None  #  a store that is being made has a slot
+        assert writer.working is not None  # a store that is being made has one
         self._writer = writer
         self._slot = writer.working
         self._record = record

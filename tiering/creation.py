@@ -13,12 +13,12 @@ from pathlib import Path
 from tiering import fsops
 from tiering.drives import Drive, create_drive, plan_drives
 from tiering.errors import RefusedError
+from tiering.generations import MARKER, ROOT
 from tiering.lock import StoreLock
 from tiering.manifest import encode_json
-from tiering.opened import MARKER, ROOT
 from tiering.records import Record
 from tiering.schema_files import write_schema_files
-from tiering.slots import create_slot, round_robin
+from tiering.slots import metadata_documents, round_robin
 from tiering.writer import StoreWriter
 from tiering.zarr_documents import group_document
 
@@ -77,20 +77,18 @@ def _created(
     _write_marker(store, uuid, plan)
     for name in ("manifests", "schema", "slots", "drives"):
         fsops.make_dir(store / name)
-    fsops.create_file(store / "slots" / "zarr.json", group_document())
+    fsops.write_file(store / "slots" / "zarr.json", group_document())
     for drive in plan:
         create_drive(store, uuid, drive)
     schema = write_schema_files(store, schema_files)
-    places = round_robin(records, len(plan))
-    for slot in range(slots):
-        create_slot(store, slot, records=records, drives=plan, places=places)
     writer = StoreWriter(
         path=store,
         uuid=uuid,
         schema=schema,
         records={record.name: record for record in records},
+        documents=metadata_documents(records),
         drives=plan,
-        places=places,
+        places=round_robin(records, len(plan)),
         store_lock=store_lock,
     )
     with writer:
@@ -147,11 +145,18 @@ def _clear_remains(store: Path) -> None:
 def _dismantle(store: Path, uuid: str, folders: Sequence[Path]) -> None:
     for folder in folders:
         if _is_ours(folder, uuid):
-            fsops.remove_tree(folder)
+            _remove_drive(folder)
     for name in _PARTS:
         fsops.remove_tree(store / name)
     fsops.fsync_dir(store)  # the marker goes last, or a power cut leaves parts without it
     fsops.unlink(store / MARKER)
+
+
+def _remove_drive(folder: Path) -> None:
+    for path in sorted(folder.iterdir()):
+        if path.name != "drive.json":  # the label goes last: it says that the rest may go
+            fsops.remove_tree(path)
+    fsops.remove_tree(folder)
 
 
 def _is_ours(folder: Path, uuid: str) -> bool:

@@ -233,6 +233,10 @@ def _entry(fields: _Fields) -> Entry:
 
 
 def _check_entries(manifest: Manifest, fields: _Fields) -> None:
+    paths = {"zarr.json", *(f"{name}/zarr.json" for name in manifest.records)}
+    if manifest.metadata.keys() != paths:
+        odd = sorted(manifest.metadata.keys() ^ paths)
+        raise fields.error("metadata", odd[0], "exactly one zarr.json per record and one above")
     first = 0
     for name, entry in manifest.records.items():
         if not NAME.fullmatch(name):

@@ -12,7 +12,7 @@ from tiering.checksum import ChunkCrc, Table
 from tiering.errors import CorruptionError
 from tiering.manifest import Generation
 from tiering.records import Record, Tier
-from tiering.store import ChunkRef, StoreWriter
+from tiering.store import StoreWriter
 
 _RESIDENT = frozenset({Tier.PINNED, Tier.CXL})
 
@@ -44,7 +44,7 @@ class Pool:
         self._output: int | None = None
         self._output_holds_step = False
         self._first_passes = {
-            name: _FirstPass(record, store.checksums(name), tuple(store.chunks(name)))
+            name: _FirstPass(record, store)
             for name, record in store.records.items()
             if name not in self._residents
         }
@@ -69,8 +69,7 @@ class Pool:
             record = self._records[name]
             self._store.read(self._store.manifest.slot, name, 0, view)
             self._count(read=len(view))
-            chunks = tuple(self._store.chunks(name))
-            _FirstPass(record, self._store.checksums(name), chunks).check(0, view)
+            _FirstPass(record, self._store).check(0, view)
             if on_bytes is not None:
                 on_bytes(record.nbytes)
 
@@ -104,7 +103,7 @@ class Pool:
             CorruptionError: A chunk's crc32c differs; the content of ``out`` is undefined.
         """
         self._store.read(self._input, name, offset, out)
-        self._count(read=len(out))
+        self._count(read=memoryview(out).nbytes)
         if self._input == self._opened_slot:
             first_pass = self._first_passes[name]
             if not first_pass.done:
@@ -114,7 +113,7 @@ class Pool:
         """Write bytes of a record on drives as this step leaves them."""
         self._store.write(self._required_output(), name, offset, data)
         self._output_holds_step = True
-        self._count(written=len(data))
+        self._count(written=memoryview(data).nbytes)
 
     def flush(self, name: str) -> Table:
         """Copy a resident record to the working slot; return the crc32c of its chunks."""
@@ -157,32 +156,30 @@ class Pool:
 
 
 class _FirstPass:
-    """The check of a record's chunks the first time they are read after opening."""
+    """The check of a record's committed chunks the first time they are read after opening."""
 
-    def __init__(self, record: Record, expected: Table, chunks: tuple[ChunkRef, ...]) -> None:
+    def __init__(self, record: Record, store: StoreWriter) -> None:
         self._name = record.name
+        self._store = store
         self._crc = ChunkCrc(record)
-        self._expected = expected
-        self._chunks = chunks
-        self._checked: set[int] = set()
+        self._left = set(range(record.geometry.chunk_count))
         self._guard = threading.Lock()
 
     @property
     def done(self) -> bool:
-        return len(self._checked) == len(self._chunks)
+        return not self._left
 
     def check(self, offset: int, data: memoryview) -> None:
         with self._guard:
             for chunk in self._crc.feed(offset, data):
                 self._compare(chunk)
-                self._checked.add(chunk)
+                self._left.discard(chunk)
 
     def _compare(self, chunk: int) -> None:
-        found, expected = self._crc.value(chunk), int(self._expected[chunk])
-        if found != expected:
-            place = self._chunks[chunk]
+        found, place = self._crc.value(chunk), self._store.chunk(self._name, chunk)
+        if found != place.crc:
             raise CorruptionError(
                 f"record {self._name}: chunk {chunk} is damaged on drive {place.drive}: "
                 f"{place.path} at offset {place.offset}, {place.nbytes} B: crc32c is "
-                f"{found:08x}, expected {expected:08x}"
+                f"{found:08x}, expected {place.crc:08x}"
             )

@@ -10,16 +10,10 @@ from tiering import lock
 from tiering.checksum import Table
 from tiering.drives import open_drives
 from tiering.errors import CorruptionError, RefusedError
+from tiering.generations import checksums_of, read_manifest, read_root
 from tiering.manifest import Generation, Root
-from tiering.opened import (
-    ChunkRef,
-    OpenStore,
-    checksums_of,
-    load_records,
-    read_manifest,
-    read_root,
-)
-from tiering.slots import locate
+from tiering.opened import ChunkRef, OpenStore, records_of
+from tiering.slots import locate, read_metadata
 
 
 class StoreReader(OpenStore):
@@ -31,7 +25,8 @@ class StoreReader(OpenStore):
         self._hold = hold
         self.manifest, self._table = read_manifest(path, root, generation)
         drives = open_drives(path, root.uuid, root.drives)
-        records = load_records(path, generation.slot, self.manifest)
+        documents = read_metadata(path, generation.slot, self.manifest.metadata)
+        records = records_of(self.manifest, documents)
         locations = locate(path, generation.slot, records=list(records.values()), drives=drives)
         super().__init__(
             path=path, schema=root.schema, records=records, drives=drives, writable=False
@@ -51,7 +46,12 @@ class StoreReader(OpenStore):
 
     def chunks(self, name: str) -> Iterator[ChunkRef]:
         """Yield where every chunk of a record lies and what its crc32c has to be."""
-        return self._chunks(name, self.generation.slot, self.checksums(name))
+        for index in range(self.records[name].geometry.chunk_count):
+            yield self.chunk(name, index)
+
+    def chunk(self, name: str, index: int) -> ChunkRef:
+        """Return where one chunk of a record lies and what its crc32c has to be."""
+        return self._chunk(name, index, self.generation.slot, self.checksums(name))
 
     def close(self) -> None:
         """Close every file, then give the generation back."""

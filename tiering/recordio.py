@@ -103,14 +103,16 @@ class RecordFiles:
         self, slot: int, record: Record, offset: int, view: memoryview, *, write: bool
     ) -> None:
         shards = self._slots[slot][record.name]
-        futures = []
-        for segment in record.geometry.segments(offset, len(view)):
-            shard = shards[segment.shard]
-            backend = self._backends[shard.drive]
-            submit = backend.write if write else backend.read
-            piece = view[segment.start : segment.start + segment.nbytes]
-            futures.append(submit(shard.path, segment.offset, piece))
-        wait(futures)  # all of them, also after an error: until then the buffer is in use
+        futures: list[Future[int]] = []
+        try:
+            for segment in record.geometry.segments(offset, len(view)):
+                shard = shards[segment.shard]
+                backend = self._backends[shard.drive]
+                submit = backend.write if write else backend.read
+                piece = view[segment.start : segment.start + segment.nbytes]
+                futures.append(submit(shard.path, segment.offset, piece))
+        finally:
+            wait(futures)  # all of them, also after an error: until then the buffer is in use
         for future in futures:
             future.result()
 

@@ -13,7 +13,7 @@ from tiering.manifest import digest, encode_json, parse_object
 def write_schema_files(store: Path, files: Mapping[str, bytes]) -> str:
     """Write ``files`` below ``schema/<digest>/`` and return the digest of their list.
 
-    Durable after a sync of the file system.
+    Their names are durable after a sync of the file system.
     """
     index = encode_json({name: digest(data) for name, data in sorted(files.items())})
     key = digest(index)
@@ -21,8 +21,8 @@ def write_schema_files(store: Path, files: Mapping[str, bytes]) -> str:
     fsops.make_dir(folder)
     for name, data in files.items():
         _make_parents(folder, _checked(name))
-        fsops.create_file(folder / name, data)
-    fsops.create_file(_index_path(store, key), index)
+        fsops.write_file(folder / name, data)
+    fsops.write_file(_index_path(store, key), index)
     return key
 
 

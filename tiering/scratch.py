@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping
 from types import TracebackType
 
@@ -29,6 +30,7 @@ class Scratch:
     def __init__(self, store: OpenStore, sizes: Mapping[str, int]) -> None:
         self._store = store
         self._files: dict[str, tuple[int, int, int]] = {}  # name -> descriptor, drive, bytes
+        self._guard = threading.Lock()
         self.read_bytes = 0
         self.written_bytes = 0
         try:
@@ -58,13 +60,17 @@ class Scratch:
 
     def read(self, name: str, offset: int, out: memoryview) -> None:
         """Fill ``out`` with what was written at ``offset``; zeros where nothing was."""
-        fd, drive = self._checked(name, offset, len(out))
-        self.read_bytes += self._store.backends[drive].read(fd, offset, out).result()
+        fd, drive = self._checked(name, offset, memoryview(out).nbytes)
+        moved = self._store.backends[drive].read(fd, offset, out).result()
+        with self._guard:
+            self.read_bytes += moved
 
     def write(self, name: str, offset: int, data: memoryview) -> None:
         """Write ``data`` at ``offset``."""
-        fd, drive = self._checked(name, offset, len(data))
-        self.written_bytes += self._store.backends[drive].write(fd, offset, data).result()
+        fd, drive = self._checked(name, offset, memoryview(data).nbytes)
+        moved = self._store.backends[drive].write(fd, offset, data).result()
+        with self._guard:
+            self.written_bytes += moved
 
     def _checked(self, name: str, offset: int, nbytes: int) -> tuple[int, int]:
         fd, drive, size = self._files[name]

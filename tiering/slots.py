@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from tiering import fsops
 from tiering.drives import Drive
 from tiering.errors import CorruptionError, StorageError
 from tiering.manifest import digest
-from tiering.records import ALIGNMENT, Record, round_up
+from tiering.records import Record
 from tiering.zarr_documents import array_document, group_document, shard_index
 
 _TARGET = re.compile(r"\.\./\.\./\.\./\.\./drives/(\d+)/([^/]+)")
@@ -52,14 +52,20 @@ def file_name(slot: int, record: Record, shard: int) -> str:
     return f"{'shared' if record.shared else slot}.{record.name}.{shard}"
 
 
-def metadata_digests(records: Sequence[Record]) -> dict[str, str]:
-    """Return the sha256 of every metadata file of a slot, by its path below the slot."""
-    arrays = {f"{r.name}/zarr.json": digest(array_document(r)) for r in records}
-    return {"zarr.json": digest(group_document()), **arrays}
+def metadata_documents(records: Sequence[Record]) -> dict[str, bytes]:
+    """Return every metadata file of a new slot, by its path below the slot."""
+    arrays = {f"{record.name}/zarr.json": array_document(record) for record in records}
+    return {"zarr.json": group_document(), **arrays}
 
 
 def create_slot(
-    store: Path, slot: int, *, records: Sequence[Record], drives: Sequence[Drive], places: Places
+    store: Path,
+    slot: int,
+    *,
+    records: Sequence[Record],
+    documents: Mapping[str, bytes],
+    drives: Sequence[Drive],
+    places: Places,
 ) -> None:
     """Create every file of ``slot``; it reads as zeros, and is durable after a sync of the drives.
 
@@ -69,23 +75,21 @@ def create_slot(
     folder = slot_folder(store, slot)
     fsops.make_dir(folder)
     for record in records:
-        _create_array(folder / record.name, slot, record, drives, places[record.name])
-    fsops.create_file(folder / "zarr.json", group_document())
+        array = folder / record.name
+        fsops.make_dir(array)
+        fsops.make_dir(array / "c")
+        fsops.create_file(array / "zarr.json", documents[f"{record.name}/zarr.json"])
+        for shard, number in enumerate(places[record.name]):
+            name = file_name(slot, record, shard)
+            _create_shard(drives[number].folder / name, record, shard)
+            fsops.symlink(f"../../../../drives/{number}/{name}", array / "c" / str(shard))
+    fsops.create_file(folder / "zarr.json", documents["zarr.json"])
 
 
-def _create_array(
-    folder: Path, slot: int, record: Record, drives: Sequence[Drive], places: tuple[int, ...]
-) -> None:
-    fsops.make_dir(folder)
-    fsops.make_dir(folder / "c")
-    fsops.create_file(folder / "zarr.json", array_document(record))
-    for shard, number in enumerate(places):
-        name = file_name(slot, record, shard)
-        path = drives[number].folder / name
-        if not (record.shared and path.exists()):
-            nbytes = record.geometry.file_nbytes(shard)
-            fsops.create_sparse(path, nbytes, shard_index(record, shard))
-        fsops.symlink(f"../../../../drives/{number}/{name}", folder / "c" / str(shard))
+def _create_shard(path: Path, record: Record, shard: int) -> None:
+    if not (record.shared and path.exists()):
+        nbytes = record.geometry.file_nbytes(shard)
+        fsops.create_sparse(path, nbytes, shard_index(record, shard))
 
 
 def delete_slot(store: Path, slot: int, *, drives: Sequence[Drive]) -> None:
@@ -178,35 +182,3 @@ def _check_length(drive: Drive, path: Path, link: Path, expected: int) -> None:
 def places_of(locations: Locations) -> Places:
     """Return the drive of every shard."""
     return {name: tuple(s.drive for s in shards) for name, shards in locations.items()}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reservation:
-    """Bytes of one shard that need blocks of their own; ``missing`` of them have none yet."""
-
-    drive: int
-    path: Path
-    nbytes: int
-    missing: int
-
-
-def reservations(records: Sequence[Record], locations: Locations) -> Iterator[Reservation]:
-    """Yield what every shard of the records that change still needs on its drive."""
-    for record in records:
-        if record.shared:
-            continue
-        for number, shard in enumerate(locations[record.name]):
-            nbytes = _valid_nbytes(record, number)
-            allocated = 512 * shard.path.stat().st_blocks
-            yield Reservation(
-                drive=shard.drive,
-                path=shard.path,
-                nbytes=nbytes,
-                missing=max(0, nbytes - allocated),
-            )
-
-
-def _valid_nbytes(record: Record, shard: int) -> int:
-    geometry = record.geometry
-    left = record.nbytes - shard * geometry.shard_nbytes
-    return round_up(min(left, geometry.shard_nbytes), ALIGNMENT)

@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from tiering import fsops, lock
+from tiering import fsops, lock, space
 from tiering.checksum import Table, zeros_table
-from tiering.drives import Drive, is_copy_on_write, open_drives
-from tiering.errors import CapacityError, CorruptionError, LockedError, RefusedError, StorageError
+from tiering.drives import Drive, open_drives
+from tiering.errors import CorruptionError, LockedError, RefusedError, StorageError
+from tiering.generations import MARKER, ROOT, checksums_of, publish, read_manifest, read_root, reap
 from tiering.lock import StoreLock
 from tiering.manifest import (
     Generation,
@@ -26,16 +27,7 @@ from tiering.manifest import (
     encode_table,
     entries,
 )
-from tiering.opened import (
-    MARKER,
-    ROOT,
-    ChunkRef,
-    OpenStore,
-    checksums_of,
-    load_records,
-    read_manifest,
-    read_root,
-)
+from tiering.opened import ChunkRef, OpenStore, records_of
 from tiering.records import Record
 from tiering.slots import (
     Locations,
@@ -44,10 +36,8 @@ from tiering.slots import (
     delete_slot,
     existing_slots,
     locate,
-    metadata_digests,
     places_of,
     read_metadata,
-    reservations,
 )
 
 _log = logging.getLogger(__name__)
@@ -71,6 +61,7 @@ class StoreWriter(OpenStore):
         uuid: str,
         schema: str,
         records: Mapping[str, Record],
+        documents: Mapping[str, bytes],
         drives: Sequence[Drive],
         places: Places,
         store_lock: StoreLock,
@@ -82,20 +73,22 @@ class StoreWriter(OpenStore):
         self._uuid = uuid
         self._table: Table | None = None
         self._places = places
-        self._metadata: Mapping[str, str] = metadata_digests(list(records.values()))
+        self._documents = documents
+        self._metadata = {name: digest(data) for name, data in documents.items()}
         self._lock = store_lock
         self._slots: set[int] = set()
         self._held: dict[int, Path] = {}
         self._written: dict[str, int] = {}
         self._written_guard = threading.Lock()
         self._failure: StorageError | None = None
-        self._store_fd = fsops.open_file(path, os.O_RDONLY | os.O_DIRECTORY)
-        self._drive_fds = [fsops.open_file(drive.label, os.O_RDONLY) for drive in drives]
+        self._closed = False
+        # Opened before anything is written: only then a sync reports every lost write to us.
+        self._store_fd = (path, fsops.open_file(path, os.O_RDONLY | os.O_DIRECTORY))
+        self._drive_fds = [(d.folder, fsops.open_file(d.label, os.O_RDONLY)) for d in drives]
 
     def start(self, slots: int) -> None:
-        """Take the first ``slots`` slots of a store that was just made; slot 0 is working."""
-        for slot in range(slots):
-            self._add_slot(slot)
+        """Give a store that was just made its ``slots`` slots; slot 0 is the working one."""
+        self.ensure_slots(slots)
         self.working = 0
 
     def resume(
@@ -137,7 +130,12 @@ class StoreWriter(OpenStore):
 
     def chunks(self, name: str) -> Iterator[ChunkRef]:
         """Yield where every committed chunk of a record lies and what its crc32c has to be."""
-        return self._chunks(name, self.manifest.slot, self.checksums(name))
+        for index in range(self.records[name].geometry.chunk_count):
+            yield self.chunk(name, index)
+
+    def chunk(self, name: str, index: int) -> ChunkRef:
+        """Return where one committed chunk lies and what its crc32c has to be."""
+        return self._chunk(name, index, self.manifest.slot, self.checksums(name))
 
     @property
     def slots(self) -> frozenset[int]:
@@ -157,14 +155,14 @@ class StoreWriter(OpenStore):
                 self.path,
                 slot,
                 records=list(self.records.values()),
+                documents=self._documents,
                 drives=self.drives,
                 places=self._places,
             )
             self._add_slot(slot)
         if missing:
             with self._fatal():
-                self._sync_drives()
-                self._sync_store()
+                self._sync([*self._drive_fds, self._store_fd])
 
     def _add_slot(self, slot: int) -> Locations:
         records = list(self.records.values())
@@ -179,50 +177,8 @@ class StoreWriter(OpenStore):
         Raises:
             CapacityError: A drive is too small; the message is a table of need and free bytes.
         """
-        records = list(self.records.values())
-        needs = [
-            need
-            for slot in sorted(self._slots)
-            for need in reservations(records, self._files.locations(slot))
-        ]
-        missing = dict.fromkeys(range(len(self.drives)), 0)
-        for need in needs:
-            missing[need.drive] += need.missing
-        self._require_space(missing)
-        for drive in filter(is_copy_on_write, self.drives):
-            _log.warning(
-                "%s is copy-on-write: reserved blocks do not keep a later write from running "
-                "out of space",
-                drive.folder,
-            )
-        for need in needs:
-            self._reserve_shard(need.path, need.nbytes, missing)
-
-    def _reserve_shard(self, path: Path, nbytes: int, missing: Mapping[int, int]) -> None:
-        try:
-            fsops.reserve(path, nbytes)
-        except StorageError as error:
-            raise CapacityError(f"{error}\n{self._space_table(missing)}") from error
-
-    def _require_space(self, missing: Mapping[int, int]) -> None:
-        wanted: dict[int, int] = {}
-        for drive in self.drives:
-            device = drive.folder.stat().st_dev
-            wanted[device] = wanted.get(device, 0) + missing[drive.number]
-        for drive in self.drives:
-            if wanted[drive.folder.stat().st_dev] > drive.free_nbytes():
-                raise CapacityError(
-                    f"drive {drive.number} full: the slots of {self.path} do not fit\n"
-                    + self._space_table(missing)
-                )
-
-    def _space_table(self, missing: Mapping[int, int]) -> str:
-        rows = [f"{'drive':>5} {'need B':>16} {'free B':>16}  folder"]
-        rows += [
-            f"{d.number:>5} {missing[d.number]:>16} {d.free_nbytes():>16}  {d.folder}"
-            for d in self.drives
-        ]
-        return "\n".join(rows)
+        slots = [self._files.locations(slot) for slot in sorted(self._slots)]
+        space.reserve(list(self.records.values()), slots, self.drives)
 
     def begin(self, *, wait_s: float = 3600.0) -> int:
         """Make a free slot the working slot and return it; its content is arbitrary.
@@ -251,10 +207,11 @@ class StoreWriter(OpenStore):
                 _log.warning("%s: waiting for a slot that is read by %s", self.path, readers)
                 told = True
             time.sleep(_POLL_S)
-            self._reap()
         return slot
 
     def _free_slot(self) -> int | None:
+        if self._held and self._slots <= self._protected():
+            self._reap()
         return min(self._slots - self._protected(), default=None)
 
     def _protected(self) -> set[int]:
@@ -274,30 +231,9 @@ class StoreWriter(OpenStore):
         return f"pid {', '.join(map(str, pids))}" if pids else "an unknown process"
 
     def _reap(self) -> None:
-        """Remove the manifests that the durable root does not list, unless they are being read.
-
-        Only then is their slot free. One without a manifest file was never finished.
-        """
+        """Free the slots of dropped generations, except those that are being read."""
         listed = {g.number for g in self.root.generations} if self.root else set()
-        self._held = {}
-        for folder in sorted((self.path / "manifests").iterdir()):
-            if folder.name.isdecimal() and int(folder.name) not in listed:
-                self._reap_manifest(folder)
-
-    def _reap_manifest(self, folder: Path) -> None:
-        path = folder / "manifest.json"
-        if not path.exists():
-            fsops.remove_tree(folder)
-            return
-        fd = lock.claim(path)
-        if fd is None:
-            self._held[Manifest.decode(path.read_bytes(), path).slot] = path
-            return
-        try:
-            fsops.unlink(path)
-            fsops.remove_tree(folder)
-        finally:
-            os.close(fd)
+        self._held = reap(self.path, listed)
 
     # -- bytes ---------------------------------------------------------------------------------
 
@@ -357,7 +293,10 @@ class StoreWriter(OpenStore):
         )
         root = self._next_root(generation, retain)
         with self._fatal():
-            self._publish(root, data, table)
+            # Bytes before names: a manifest must promise nothing that a power cut can undo.
+            self._sync(self._drive_fds)
+            publish(self.path, root, data, table)
+            fsops.unlink(self.path / MARKER, missing_ok=True)
         self.root, self.committed, self.working = root, manifest, None
         self._table = np.concatenate(tables).astype(np.uint32)
         with self._fatal():
@@ -407,33 +346,14 @@ class StoreWriter(OpenStore):
             generations=(*before, generation)[-retain:],
         )
 
-    def _publish(self, root: Root, manifest: bytes, table: bytes) -> None:
-        self._sync_drives()  # bytes before names: a manifest never promises what a cut can undo
-        if self.root is None:
-            self._sync_store()
-        folder = self.path / root.latest.folder
-        fsops.make_dir(folder)
-        fsops.write_file(folder / "checksums.bin", table)
-        fsops.write_file(folder / "manifest.json", manifest)
-        fsops.fsync_dir(folder)
-        fsops.fsync_dir(folder.parent)
-        temporary = self.path / f"{ROOT}.new"
-        fsops.unlink(temporary, missing_ok=True)
-        fsops.write_file(temporary, root.encode())
-        fsops.replace(temporary, self.path / ROOT)
-        fsops.fsync_dir(self.path)  # only now may the slot of a dropped generation be reused
-        fsops.unlink(self.path / MARKER, missing_ok=True)
-
-    def _sync_drives(self) -> None:
-        seen = set()
-        for drive, fd in zip(self.drives, self._drive_fds, strict=True):
+    def _sync(self, targets: Sequence[tuple[Path, int]]) -> None:
+        """Make what was written to these file systems durable, each of them once."""
+        synced = set()
+        for path, fd in targets:
             device = os.fstat(fd).st_dev
-            if device not in seen:
-                fsops.sync_drive(fd, drive.folder)
-            seen.add(device)
-
-    def _sync_store(self) -> None:
-        fsops.sync_drive(self._store_fd, self.path)
+            if device not in synced:
+                fsops.sync_drive(fd, path)
+            synced.add(device)
 
     # -- failure and end -----------------------------------------------------------------------
 
@@ -456,11 +376,12 @@ class StoreWriter(OpenStore):
 
     def close(self) -> None:
         """Close every file and unlock the store; what was not committed is garbage."""
+        if self._closed:
+            return
+        self._closed = True
         super().close()
-        for fd in (self._store_fd, *self._drive_fds):
-            if fd >= 0:
-                os.close(fd)
-        self._store_fd, self._drive_fds = -1, []
+        for _, fd in (self._store_fd, *self._drive_fds):
+            os.close(fd)
         self._lock.close()
 
 
@@ -489,7 +410,8 @@ def _open_locked(store: Path, store_lock: StoreLock) -> StoreWriter:
     root = read_root(store)
     drives = open_drives(store, root.uuid, root.drives)
     manifest, table = read_manifest(store, root, root.latest)
-    records = load_records(store, root.latest.slot, manifest)
+    documents = read_metadata(store, root.latest.slot, manifest.metadata)
+    records = records_of(manifest, documents)
     locations = {
         g.slot: _check_generation(store, root, g, records, drives) for g in root.generations
     }
@@ -498,11 +420,16 @@ def _open_locked(store: Path, store_lock: StoreLock) -> StoreWriter:
         uuid=root.uuid,
         schema=root.schema,
         records=records,
+        documents=documents,
         drives=drives,
         places=places_of(locations[root.latest.slot]),
         store_lock=store_lock,
     )
-    writer.resume(root, manifest, table, locations)
+    try:
+        writer.resume(root, manifest, table, locations)
+    except BaseException:
+        writer.close()
+        raise
     return writer
 
 

@@ -65,7 +65,7 @@ def plan_shards(tensors: Sequence[OutputTensor], max_nbytes: int) -> tuple[Outpu
         groups[-1].append(tensor)
         filled += tensor.nbytes
     return tuple(
-        OutputShard(file=_file_name(number, len(groups)), tensors=tuple(_widest_first(group)))
+        OutputShard(file=_file_name(number, len(groups)), tensors=tuple(_in_file_order(group)))
         for number, group in enumerate(groups, start=1)
     )
 
@@ -74,9 +74,12 @@ def _file_name(number: int, count: int) -> str:
     return SINGLE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
 
 
-def _widest_first(tensors: Sequence[OutputTensor]) -> list[OutputTensor]:
-    """Return the order in which every tensor is aligned to its element's width."""
-    return sorted(tensors, key=lambda tensor: -tensor_nbytes(tensor.dtype, (8,)))
+def _in_file_order(tensors: Sequence[OutputTensor]) -> list[OutputTensor]:
+    """Return the reference library's order: widest elements first, so all are aligned; then names.
+
+    A file of it that is converted and exported is the same file again, byte for byte.
+    """
+    return sorted(tensors, key=lambda tensor: (-tensor_nbytes(tensor.dtype, (8,)), tensor.name))
 
 
 def encode_index(shards: Sequence[OutputShard]) -> bytes:
