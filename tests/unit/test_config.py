@@ -175,6 +175,10 @@ def test_a_stored_configuration_takes_sets_with_the_same_checks(run_file):
         with_sets(config, ["train.lrs=1"])
 
 
+def test_an_unknown_section_that_was_set_is_traced_to_its_set(run_file):
+    assert message(run_file(), "trian.lr=1").startswith("--set trian.lr=1: trian is an unknown key")
+
+
 @pytest.mark.parametrize("text", ["train.lr", "=3", ".lr=3", "train..lr=3"])
 def test_set_without_key_and_value_is_refused(run_file, text: str):
     assert message(run_file(), text) == f"--set {text}: expected key=value, as in train.lr=1e-5"
