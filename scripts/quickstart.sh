@@ -11,6 +11,7 @@ MAX_SEQ_LEN=128
 LR=1e-4
 RAM=1GiB          # for all that the run allocates on the host
 RESIDENT=400MiB   # records kept in RAM: under a quarter of the 1.9 GB of state
+COMMIT_EVERY=4    # steps
 KILL_AFTER=9      # steps; SIGKILL comes while the next one computes
 KILL_DELAY_S=1
 LEARNED=0.50      # the last epoch's loss is at most this part of the first one's
@@ -54,6 +55,7 @@ train:
   lr: $LR
   warmup_steps: 2
 memory: {ram: $RAM, resident: $RESIDENT}
+store: {commit_every: $COMMIT_EVERY}
 YAML
 }
 
