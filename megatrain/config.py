@@ -33,6 +33,7 @@ _SIZE_UNITS: Mapping[str, int] = {"B": 1} | {
     for power, prefix in enumerate("KMGT", start=1)
 }
 _SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400}
+_LIMITS = ("train.device", "train.max_skipped", "train.any_family")
 _QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
 
 
@@ -78,7 +79,6 @@ def _number(value: object) -> object:
 
 Size = Annotated[PositiveInt, BeforeValidator(parse_size)]
 Seconds = Annotated[float, Field(gt=0), BeforeValidator(parse_duration)]
-Number = Annotated[float, BeforeValidator(_number)]
 NonNegative = Annotated[float, Field(ge=0), BeforeValidator(_number)]
 Beta = Annotated[float, Field(ge=0, lt=1), BeforeValidator(_number)]
 Location = Annotated[Path, BeforeValidator(_path)]
@@ -112,7 +112,7 @@ class DataConfig(_Section):
 
 
 class TrainConfig(_Section):
-    """How it is learned: everything here decides numbers, except ``device`` and ``max_skipped``."""
+    """How it is learned; nearly everything here decides numbers."""
 
     steps: PositiveInt = 100
     """Optimizer updates; also the horizon of the learning rate."""
@@ -226,15 +226,16 @@ def load_run(path: Path, sets: Sequence[str] = ()) -> RunConfig:
         UsageError: One line for each thing that is wrong, with its place.
     """
     document, places = runfile.read(path)
-    for assignment in sets:
-        runfile.put(document, assignment, places)
-    return _validate(RunConfig, document, places)
+    return _overridden(document, sets, places)
 
 
 def with_sets(config: RunConfig, sets: Sequence[str]) -> RunConfig:
     """Return ``config`` with each ``key=value`` of ``sets`` put over it; errors as in load_run."""
-    document = json.loads(config.to_json())
     places = runfile.Places("stored configuration")
+    return _overridden(json.loads(config.to_json()), sets, places)
+
+
+def _overridden(document: Any, sets: Sequence[str], places: runfile.Places) -> RunConfig:
     for assignment in sets:
         runfile.put(document, assignment, places)
     return _validate(RunConfig, document, places)
@@ -266,14 +267,17 @@ def changes(
         before["data.train"] += f" (sha256 {old_data[:12]})"
         after["data.train"] += f" (sha256 {new_data[:12]})"
     same_batch = old.train.samples_per_step == new.train.samples_per_step
-    fine = {"train.micro_batch": same_batch, "train.accumulate": same_batch}
-    fine["data.train"] = bool(old_data) and old_data == new_data
+    harmless_now = {
+        "train.micro_batch": same_batch,
+        "train.accumulate": same_batch,
+        "data.train": bool(old_data) and old_data == new_data,
+    }
     return [
         Change(
             key=key,
             old=before[key],
             new=after[key],
-            harmless=fine.get(key, False) or _is_harmless(key),
+            harmless=harmless_now.get(key, _is_harmless(key)),
         )
         for key in before
         if before[key] != after[key]
@@ -281,10 +285,11 @@ def changes(
 
 
 def _is_harmless(key: str) -> bool:
+    """Say whether a setting decides no number: a place, a budget or a limit."""
     section = key.partition(".")[0]
     if section == "store":
         return key != "store.layout"
-    return section in ("out", "memory") or key in ("train.device", "train.max_skipped")
+    return section in ("out", "memory") or key in _LIMITS
 
 
 def _flat(config: RunConfig) -> dict[str, Any]:

@@ -54,6 +54,9 @@ class Places:
 
     def of(self, key: str) -> str:
         """Return the place of ``key``, or of the nearest section around it."""
+        for name, assignment in self.sets.items():
+            if key == name or name.startswith(f"{key}."):
+                return f"--set {assignment}"
         while key:
             if key in self.sets:
                 return f"--set {self.sets[key]}"
@@ -109,8 +112,9 @@ def _parse(text: str, source: str) -> Any:
         mark = error.problem_mark
         place = f"{source}:{mark.line + 1}" if mark and not source.startswith("--") else source
         raise UsageError(f"{place}: not valid YAML: {error.problem or error.context}") from error
-    except (yaml.YAMLError, RecursionError) as error:
-        raise UsageError(f"{source}: not valid YAML: {str(error).splitlines()[0]}") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UsageError(f"{source}: not valid YAML: {reason}") from error
 
 
 def _keys(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int]]:

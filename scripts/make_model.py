@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import subprocess
 import sys
 import tempfile
 from importlib.metadata import PackageNotFoundError, files
@@ -43,21 +44,11 @@ def write_folder(gguf: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def answer(folder: Path, question: str, max_new_tokens: int) -> str:
+def answer(folder: Path, question: str) -> str:
     """Return the greedy answer of the model in ``folder``, loaded as any user would."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": question}],
-        add_generation_prompt=True,
-        return_tensors="pt",
-        return_dict=True,
-    )
-    out = model.generate(**prompt, max_new_tokens=max_new_tokens, do_sample=False)
-    return str(tokenizer.decode(out[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True))
+    script = Path(__file__).with_name("generate.py")
+    command = [sys.executable, str(script), str(folder), question, "--max-new-tokens", "12"]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
 
 
 def main() -> None:
@@ -72,7 +63,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.folder.parent) as scratch:
         made = Path(scratch) / "model"
         write_folder(gguf_path(), made)
-        reply = answer(made, QUESTION, 12)
+        reply = answer(made, QUESTION)
         print(f"{QUESTION} {reply}")
         if "Paris" not in reply:
             sys.exit(f"the model answers nonsense; {args.folder} was not written")

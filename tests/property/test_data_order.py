@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain.data.order import Order, permutation, steps_per_epoch, window
@@ -19,11 +19,13 @@ def consume(order: Order, cursor: int, n: int, end: int) -> list[int]:
     return used
 
 
+@settings(deadline=None)
 @given(st.integers(0, 2**40), st.integers(0, 9), st.text(max_size=9), sizes)
 def test_an_epoch_takes_every_sample_once(seed: int, epoch: int, fingerprint: str, size: int):
     assert sorted(permutation(seed, epoch, fingerprint, size)) == list(range(size))
 
 
+@settings(deadline=None)
 @given(sizes, batch, batch, st.integers(0, 180), st.booleans())
 def test_going_on_from_any_cursor_gives_the_uninterrupted_order(size, n, other, stop, shuffle):
     order = Order(size=size, fingerprint="f", shuffle=shuffle)
@@ -31,6 +33,7 @@ def test_going_on_from_any_cursor_gives_the_uninterrupted_order(size, n, other, 
     assert whole[stop:] == consume(order, stop, other, 3 * size) or stop >= 3 * size
 
 
+@settings(deadline=None)
 @given(sizes, batch, st.integers(0, 500))
 def test_a_window_is_full_or_ends_its_epoch(size: int, n: int, cursor: int):
     positions, epoch = window(cursor, size, n)
@@ -40,6 +43,7 @@ def test_a_window_is_full_or_ends_its_epoch(size: int, n: int, cursor: int):
     assert 0 < len(positions) <= n
 
 
+@settings(deadline=None)
 @given(sizes, batch)
 def test_steps_per_epoch_count_the_short_last_window(size: int, n: int):
     cursor = steps = 0

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.config import RunConfig, load_run, parse_duration, parse_size
+from megatrain.config import RunConfig, load_run, parse_duration, parse_size, with_sets
 from tiering.errors import UsageError
 
 MINIMAL = "model: m\nout: runs/x\ndata: {train: train.jsonl}\n"
@@ -163,6 +163,20 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path):
 def test_set_wins_over_the_file_and_makes_sections(run_file):
     config = load_run(run_file(MINIMAL + "train: {steps: 5}\n"), ["train.steps=7", "memory.ram=9"])
     assert (config.train.steps, config.memory.ram) == (7, 9)
+
+
+def test_a_stored_configuration_takes_sets_with_the_same_checks(run_file):
+    config = load_run(run_file(), ["train.steps=5"])
+    assert with_sets(config, []) == config
+    assert with_sets(config, ["train.lr=1e-3"]) == load_run(
+        run_file(), ["train.steps=5", "train.lr=1e-3"]
+    )
+    with pytest.raises(UsageError, match=r"--set train.lrs=1: train.lrs is an unknown key"):
+        with_sets(config, ["train.lrs=1"])
+
+
+def test_an_unknown_section_that_was_set_is_traced_to_its_set(run_file):
+    assert message(run_file(), "trian.lr=1").startswith("--set trian.lr=1: trian is an unknown key")
 
 
 @pytest.mark.parametrize("text", ["train.lr", "=3", ".lr=3", "train..lr=3"])

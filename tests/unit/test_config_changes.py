@@ -73,6 +73,7 @@ def test_what_decides_numbers_is_not_harmless_and_changes_the_digest(configure, 
         "store.commit_every=5",
         "store.retain=3",
         "train.device=cpu",
+        "train.any_family=true",
     ],
 )
 def test_places_and_budgets_are_harmless_and_leave_the_digest(configure, setting: str):

@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Set up, then every check. Arguments go to pytest: scripts/test.sh tests/unit -k config
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/setup.sh
+setup
+
+say "ruff check"
+ruff check .
+say "ruff format --check"
+ruff format --check .
+say "mypy --strict"
+mypy
+say "lint-imports"
+lint-imports
+say "pytest $*"
+python -m pytest "$@"
