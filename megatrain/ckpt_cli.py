@@ -5,20 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
-from checkpoint.cli import cli, guarded
 
+from checkpoint.cli import FOLDER, cli
 from megatrain.cli import SETS, supervise
 
 
 @cli.command()
-@click.argument("place", metavar="RUN_DIR|STORE", type=click.Path(path_type=Path))
+@click.argument("place", metavar="RUN_DIR|STORE", type=FOLDER)
 @SETS
 @click.option(
     "--allow-changes",
     is_flag=True,
     help="Apply settings of --set that make it another run, from the next step on.",
 )
-@guarded
 def resume(place: Path, sets: tuple[str, ...], allow_changes: bool) -> None:
     """Go on with a run from its last commit, with the same numbers as if it had never stopped."""
     from megatrain import run

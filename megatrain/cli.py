@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from checkpoint.cli import guarded
+
+from checkpoint.cli import ErrorGroup
 
 if TYPE_CHECKING:
     from megatrain.run import Outcome, RunObserver
@@ -22,7 +23,7 @@ SETS = click.option(
 )
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=ErrorGroup, context_settings={"help_option_names": ["-h", "--help"]})
 def cli() -> None:
     """Train every parameter of a language model on one device, its state on tiered storage."""
 
@@ -30,7 +31,6 @@ def cli() -> None:
 @cli.command()
 @click.argument("run_file", metavar="RUN.yaml", type=click.Path(path_type=Path))
 @SETS
-@guarded
 def train(run_file: Path, sets: tuple[str, ...]) -> None:
     """Start the run that RUN.yaml describes.
 

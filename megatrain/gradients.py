@@ -61,11 +61,11 @@ class Gradients:
     def _pieces(self, op: Op, state: StepState) -> Iterator[torch.Tensor]:
         stage, take = self.stage, held(op.source)
         if take.arena is ArenaName.OUTER_GRADS:
-            yield from stage.rows(take, stage.dtype, len(state.token_ids)).view(-1).split(PIECE)
-            yield from stage.behind_rows(take, stage.dtype, stage.shape.rest_length).split(PIECE)
+            yield from cut(stage.rows(take, stage.dtype, len(state.token_ids)).view(-1))
+            yield from cut(stage.behind_rows(take, stage.dtype, stage.shape.rest_length))
             return
         start = op.start if take.arena is ArenaName.GRADIENTS else 0
-        yield from stage.span(take, stage.dtype, start, start + op.stop - op.start).split(PIECE)
+        yield from cut(stage.span(take, stage.dtype, start, start + op.stop - op.start))
 
     def write_grads(self, op: Op, state: StepState) -> None:
         """Put a slab aside on a drive until the norm is known."""
@@ -83,3 +83,9 @@ class Gradients:
         if self.max_norm:
             # torch.nn.utils.clip_grad_norm_ adds the same 1e-6
             state.clip = min(1.0, self.max_norm / (state.grad_norm + 1e-6))
+
+
+def cut(flat: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Cut a 1-D tensor into pieces."""
+    for at in range(0, len(flat), PIECE):
+        yield flat[at : at + PIECE]
