@@ -130,8 +130,5 @@ class Arena:
 
 
 def _address_of(pages: mmap.mmap) -> int:
-    anchor = ctypes.c_char.from_buffer(pages)
-    try:
-        return ctypes.addressof(anchor)
-    finally:
-        del anchor  # it counts as a view and would keep the map from closing
+    # What lends the address is gone on return: kept, it would count as a view of the map.
+    return ctypes.addressof(ctypes.c_char.from_buffer(pages))

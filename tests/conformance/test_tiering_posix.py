@@ -63,6 +63,7 @@ def test_short_transfers_go_on_at_a_block_boundary(
     path, size = tmp_path / "file", 5 * ALIGNMENT
     data, out = aligned_buffer(size, seed=1), aligned_buffer(size)
     path.write_bytes(data if name == "preadv" else bytes(size))
+    direct = probe(tmp_path).direct
     original, offsets = getattr(os, name), []
 
     def short(fd: int, buffers: list[memoryview], offset: int) -> int:
@@ -70,7 +71,7 @@ def test_short_transfers_go_on_at_a_block_boundary(
         return min(original(fd, buffers, offset), ALIGNMENT + 1000)
 
     monkeypatch.setattr(os, name, short)
-    backend = PosixBackend("test", direct=probe(tmp_path).direct, writable=True)
+    backend = PosixBackend("test", direct=direct, writable=True)
     submit = backend.read if name == "preadv" else backend.write
     moved = submit(path, 0, out if name == "preadv" else data).result()
     backend.close()

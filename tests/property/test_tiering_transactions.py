@@ -75,7 +75,7 @@ class Transactions(RuleBasedStateMachine):
         self.writer.write(slot, "a", 0, memoryview(content(record, 999)))
 
     @precondition(lambda self: self.writer is not None)
-    @rule(retain=st.integers(1, 3))
+    @rule(retain=st.sampled_from([1, 1, 1, 2, 3]))
     def commit(self, retain: int) -> None:
         assert self.writer is not None
         seed = next(self.seeds)
@@ -129,8 +129,8 @@ class Transactions(RuleBasedStateMachine):
 
 TestTransactions = Transactions.TestCase
 TestTransactions.settings = settings(
-    max_examples=15,
-    stateful_step_count=20,
+    max_examples=20,
+    stateful_step_count=30,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow],

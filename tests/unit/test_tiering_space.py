@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -76,11 +77,19 @@ def test_a_drive_that_fills_up_meanwhile_is_refused_with_the_table(store: Path) 
         assert_state(reader, 1)
 
 
-def test_reserving_past_the_limit_leaves_the_length_alone(tmp_path: Path) -> None:
+def test_reserving_that_fails_leaves_the_length_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail_grown(fd: int, offset: int, nbytes: int) -> None:
+        """What ext4 does when it runs out of space."""
+        os.ftruncate(fd, offset + nbytes)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     path = tmp_path / "file"
     path.write_bytes(b"x" * 10)
-    with pytest.raises(StorageError):
-        fsops.reserve(path, 1 << 50)
+    monkeypatch.setattr(os, "posix_fallocate", fail_grown)
+    with pytest.raises(StorageError, match=r"cannot reserve .*file: No space left"):
+        fsops.reserve(path, 1 << 20)
     assert path.read_bytes() == b"x" * 10
 
 
