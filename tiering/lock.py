@@ -9,11 +9,15 @@ import fcntl
 import os
 import socket
 import sys
+import time
 from pathlib import Path
 from types import TracebackType
 
 from tiering import fsops
 from tiering.errors import LockedError, StorageError
+
+_TRIES = 5
+_PAUSE_S = 0.01
 
 
 class StoreLock:
@@ -29,7 +33,7 @@ class StoreLock:
         self.path = path
         self._fd = fsops.open_file(path, os.O_RDWR | os.O_CREAT)
         try:
-            if not _flock(self._fd, fcntl.LOCK_EX, path):
+            if not _acquire(self._fd, path):
                 raise LockedError(f"store {path.parent} is in use by {holder_text(path)}")
             fsops.rewrite_in_place(self._fd, path, _holder(run_id).encode())
         except BaseException:
@@ -52,6 +56,15 @@ class StoreLock:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _acquire(fd: int, path: Path) -> bool:
+    """Try more than once: ``lock_holder`` takes a shared lock for a moment to see who is there."""
+    for _ in range(_TRIES):
+        if _flock(fd, fcntl.LOCK_EX, path):
+            return True
+        time.sleep(_PAUSE_S)
+    return False
 
 
 def _holder(run_id: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from tiering.records import ALIGNMENT, Record, round_up
 from tiering.slots import Locations
 
 _log = logging.getLogger(__name__)
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +48,8 @@ def reserve(records: Sequence[Record], slots: Sequence[Locations], drives: Seque
         try:
             fsops.reserve(need.path, need.nbytes)
         except StorageError as error:
+            if error.errno not in _FULL:
+                raise
             raise CapacityError(f"{error}\n{_table(drives, missing)}") from error
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.tiering_stores import memory_folder
-from tiering.backends.posix import PosixBackend
+from tiering.backends.posix import PosixBackend, _Descriptors
 from tiering.backends.probe import probe
 from tiering.errors import StorageError
 from tiering.records import ALIGNMENT
@@ -54,6 +54,42 @@ class TestFewDescriptors(BackendConformance):
         assert len(os.listdir("/proc/self/fd")) <= before + 1
         backend.close()
         assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("name", ["preadv", "pwritev"])
+def test_short_transfers_go_on_at_a_block_boundary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    path, size = tmp_path / "file", 5 * ALIGNMENT
+    data, out = aligned_buffer(size, seed=1), aligned_buffer(size)
+    path.write_bytes(data if name == "preadv" else bytes(size))
+    original, offsets = getattr(os, name), []
+
+    def short(fd: int, buffers: list[memoryview], offset: int) -> int:
+        offsets.append(offset)
+        return min(original(fd, buffers, offset), ALIGNMENT + 1000)
+
+    monkeypatch.setattr(os, name, short)
+    backend = PosixBackend("test", direct=probe(tmp_path).direct, writable=True)
+    submit = backend.read if name == "preadv" else backend.write
+    moved = submit(path, 0, out if name == "preadv" else data).result()
+    backend.close()
+    assert moved == size
+    assert offsets == [0, 4096, 8192, 12288, 16384]
+    assert (out if name == "preadv" else path.read_bytes()) == data
+
+
+def test_a_file_in_use_is_not_closed_to_make_room(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in "abc"]
+    for path in paths:
+        path.write_bytes(b"x")
+    descriptors = _Descriptors(os.O_RDONLY, capacity=1)
+    with descriptors.lease(paths[0]) as first:
+        for path in paths[1:]:
+            with descriptors.lease(path):
+                pass
+        assert os.readlink(f"/proc/self/fd/{first}") == str(paths[0])
+    descriptors.close()
 
 
 def test_a_reader_cannot_write(tmp_path: Path) -> None:

@@ -73,15 +73,23 @@ def _is_whole(store: Path, seed: int) -> bool:
 
 
 def test_a_kill_while_giving_up_a_creation_leaves_a_place_to_create_in(folder: Path) -> None:
+    drives = [folder / "a"]
+    drives[0].mkdir()
     store = folder / "store"
-    for _ in killed_everywhere(lambda: _give_up(store)):
-        make_store(store, records=RECORDS)
+    for _ in killed_everywhere(lambda: _give_up(store, drives)):
+        make_store(store, records=RECORDS, drives=drives)
         assert _is_whole(store, seed=1)
-        _remove(store, [])
+        assert len(list(drives[0].iterdir())) == 1
+        _remove(store, drives)
 
 
-def _give_up(store: Path) -> None:
-    with pytest.raises(ZeroDivisionError), create_store(store, records=RECORDS, schema_files={}):
+def _give_up(store: Path, drives: list[Path]) -> None:
+    with pytest.raises(ZeroDivisionError):
+        _fail_to_create(store, drives)
+
+
+def _fail_to_create(store: Path, drives: list[Path]) -> None:
+    with create_store(store, records=RECORDS, schema_files={}, drives=drives):
         raise ZeroDivisionError
 
 

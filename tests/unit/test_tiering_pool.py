@@ -161,6 +161,29 @@ def _stream_and_gather(pool: Pool, name: str) -> None:
         pool.read(name, 300, row)
 
 
+def test_a_first_pass_that_a_commit_cut_short_raises_no_false_alarm(store: Path) -> None:
+    record = RECORDS[2]
+    with open_writer(store) as writer, Arena(1 << 20) as arena:
+        pool = Pool(writer, {r.name: Tier.PINNED for r in RECORDS if r is not record}, arena)
+        pool.load()
+        pool.begin_step()
+        pool.read(record.name, 0, memoryview(bytearray(4096)))
+        for seed in (2, 3):
+            pool.begin_step()
+            data = content(record, seed)
+            pool.write(record.name, 0, memoryview(data))
+            crc = ChunkCrc(record)
+            crc.feed(0, memoryview(data))
+            tables = {r.name: pool.flush(r.name) for r in MOVING if r is not record}
+            pool.commit(seed, {}, {**tables, record.name: crc.table()})
+        pool.begin_step()
+        for offset in range(0, record.nbytes, 4096):
+            piece = bytearray(4096)
+            pool.read(record.name, offset, memoryview(piece))
+            assert piece == content(record, 3)[offset : offset + 4096].tobytes()
+        pool.close()
+
+
 def test_nothing_is_written_before_a_step_begins(store: Path) -> None:
     with open_writer(store) as writer, Arena(1 << 20) as arena:
         pool = Pool(writer, {"tiny": Tier.PINNED}, arena)
