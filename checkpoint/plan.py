@@ -137,7 +137,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 def _scale_notes(scales: Mapping[str, Scale]) -> list[str]:
     if not scales:
         return []
-    first = next(iter(scales))
+    first = min(scales)
     return [
         f"{len(scales)} FP8 tensors, first {first}, are dequantised with their {SUFFIX} tensors "
         f"and leave as BF16"
