@@ -109,7 +109,8 @@ class CpuAdam:
 
 def load_kernel() -> Any:
     """Return DeepSpeed's compiled CPUAdam; the first call on a machine compiles it."""
-    # its import configures the root of its own loggers at WARNING and probes for accelerators
+    # the kernel runs on the host; without this its import looks for CUDA toolkits and talks
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     from deepspeed.ops.op_builder import CPUAdamBuilder
 

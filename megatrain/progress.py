@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from tqdm import tqdm
 
+from checkpoint.plan import Plan as ConversionPlan
 from megatrain.planner import Plan
 from megatrain.report import plan_report
 from megatrain.train_state import TrainState
@@ -22,21 +21,21 @@ class Terminal:
         self.console = Console(stderr=True, highlight=False)
         self._bar: tqdm[Any] | None = None
 
-    def on_convert(self, source: Path, store: Path) -> Callable[[int, int], None]:
-        """Show the bytes of a conversion."""
-        self.console.print(f"converting {source} into {store}")
-        bar = tqdm(unit="B", unit_scale=True, unit_divisor=1024, desc="convert")
+    def on_conversion(self, plan: ConversionPlan) -> None:
+        """Say what is taken, left and renamed; start the conversion's bar."""
+        for note in plan.notes:
+            self.console.print(f"note: {note}")
+        self._bar = tqdm(desc="convert", unit="B", unit_scale=True, unit_divisor=1024)
 
-        def progress(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-            if done >= total:
-                bar.close()
-
-        return progress
+    def on_converted(self, done: int, total: int) -> None:
+        """Advance the conversion's bar."""
+        if self._bar is not None:
+            self._bar.total = total
+            self._bar.update(done - self._bar.n)
 
     def on_plan(self, plan: Plan, state: TrainState, slots: int) -> None:
         """Print the plan, then start the bar."""
+        self.close()
         self.console.print(plan_report(plan, slots=slots))
         verb = "going on after" if state.step else "from"
         self.console.print(f"{verb} step {state.step} of {state.config.train.steps}")
@@ -61,3 +60,4 @@ class Terminal:
         """Leave the terminal as a finished line."""
         if self._bar is not None:
             self._bar.close()
+            self._bar = None

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from checkpoint.plan import Plan as ConversionPlan
 from checkpoint.schema import Layout, Schema
 from megatrain import engine as engines
 from megatrain.config import RunConfig, changes, with_sets
 from megatrain.data.batches import Batches
-from megatrain.data.dataset import Dataset, Tokenizer, load_tokenizer, open_dataset
+from megatrain.data.dataset import Dataset, open_dataset, tokenizer_from_files
 from megatrain.data.order import Order
 from megatrain.metrics import MetricsLog
 from megatrain.planner import Plan
@@ -33,8 +34,11 @@ STORE_ROOT = "zarr.json"
 class RunObserver(Observer, Protocol):
     """Whoever watches a run from before its first allocation to its end."""
 
-    def on_convert(self, source: Path, store: Path) -> Callable[[int, int], None]:
-        """Hear of a conversion; return what takes its progress, (done, total) bytes."""
+    def on_conversion(self, plan: ConversionPlan) -> None:
+        """Hear what a conversion will do, before it writes anything."""
+
+    def on_converted(self, done: int, total: int) -> None:
+        """Take its progress in bytes."""
 
     def on_plan(self, plan: Plan, state: TrainState, slots: int) -> None:
         """See the plan before anything is allocated."""
@@ -124,7 +128,11 @@ def store_path(config: RunConfig) -> Path:
 
 
 def prepare_store(config: RunConfig, observer: RunObserver) -> Path:
-    """Return the run's store, converted from the model's folder if it is not there yet."""
+    """Return the run's store, converted from the model's folder if it is not there yet.
+
+    Plan and data are tried before the first byte is converted: a run that would be refused
+    later is refused now.
+    """
     target = store_path(config)
     if target == config.model:
         return target
@@ -134,16 +142,21 @@ def prepare_store(config: RunConfig, observer: RunObserver) -> Path:
         _require_same_model(config, target)
         return target
     from checkpoint.convert import convert
+    from checkpoint.plan import plan_conversion
 
-    write_run_file(config)
     layout = Layout.FLOAT32 if config.train.dtype == "float32" else Layout(config.store.layout)
+    conversion = plan_conversion(config.model, layout=layout)
+    engines.make_plan(conversion.schema, config, engines.pick_device(config.train.device))
+    _dataset(conversion.schema, conversion.side_files, config).close()
+    write_run_file(config)
     convert(
         config.model,
         target,
         drives=config.store.drives,
         layout=layout,
         ram=config.memory.ram,
-        on_progress=observer.on_convert(config.model, target),
+        on_plan=observer.on_conversion,
+        on_progress=observer.on_converted,
     )
     return target
 
@@ -202,7 +215,8 @@ def _run(
     device = engines.pick_device(config.train.device)
     plan = engines.make_plan(schema, config, device)
     with ExitStack() as stack:
-        dataset = stack.enter_context(_dataset(store, schema, config))
+        files = {name: store.schema_file(name) for name in schema.files}
+        dataset = stack.enter_context(_dataset(schema, files, config))
         state = _with_data(state, dataset)
         slots = config.store.retain + 1
         observer.on_plan(plan, state, slots)
@@ -251,16 +265,12 @@ def _steps(
     return trainer.state
 
 
-def _dataset(store: StoreWriter, schema: Schema, config: RunConfig) -> Dataset:
-    def tokenizer() -> Tokenizer:
-        with engines.side_files(store, schema) as folder:
-            return load_tokenizer(folder)
-
+def _dataset(schema: Schema, files: Mapping[str, bytes], config: RunConfig) -> Dataset:
     words = engines.trained_units(schema)[0].tensors[0].shape[0]
     return open_dataset(
         config.data.train,
         max_seq_len=config.data.max_seq_len,
-        tokenizer=tokenizer,
+        tokenizer=lambda: tokenizer_from_files(files),
         vocab_size=words,
         skip_bad_lines=config.data.skip_bad_lines,
     )

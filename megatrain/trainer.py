@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from megatrain.cadence import cadence
 from megatrain.config import RunConfig
-from megatrain.data.batches import Batches, Window
+from megatrain.data.batches import Batches, Tally, Window
 from megatrain.engine import Engine
 from megatrain.executor import Applied, StepResult
 from megatrain.lr_schedule import lr
@@ -76,7 +76,9 @@ class Trainer:
         self._engine: Engine | None = None
         self._turn: _Turn | None = None
         self._since = time.perf_counter()
+        self._step_s = 0.0
         self._before: dict[Tier, Traffic] = {}
+        self._tally = Tally()
         self._in_a_row = 0
 
     @property
@@ -96,8 +98,19 @@ class Trainer:
         self._engine = engine
         self._before = self._traffic()
         self._since = time.perf_counter()
+        epoch = -1
         while not self.state.finished and not self._may_stop():
-            self._step()
+            window = self.batches.window(self.state.cursor)
+            if window.epoch != epoch:
+                self._end_epoch(epoch)
+                epoch = window.epoch
+            self._tally.add(window)
+            self._step(window)
+        self._end_epoch(epoch)
+
+    def _end_epoch(self, epoch: int) -> None:
+        self._tally.report(epoch)
+        self._tally = Tally()
 
     def detach(self) -> None:
         """Let go of the engine, whose memory is about to be given back."""
@@ -108,8 +121,7 @@ class Trainer:
 
     # -- one step ------------------------------------------------------------------------------
 
-    def _step(self) -> None:
-        window = self.batches.window(self.state.cursor)
+    def _step(self, window: Window) -> None:
         if not window.targets:
             self._skip(window, "no sample has a label to learn from")
             return
@@ -178,7 +190,7 @@ class Trainer:
             self.cadence = cadence(
                 resident=seconds[Kind.FLUSH] > 0,
                 flush_s=seconds[Kind.FLUSH],
-                step_s=time.perf_counter() - self._since,
+                step_s=self._step_s,
                 max_lost_s=self.config.store.max_lost,
             )
 
@@ -224,7 +236,7 @@ class Trainer:
                 str(t): n.written - self._before[t].written for t, n in traffic.items()
             },
         }
-        self._since, self._before = now, traffic
+        self._step_s, self._since, self._before = now - self._since, now, traffic
         self.metrics.append(row)
         self.observer.on_step(row)
 

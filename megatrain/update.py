@@ -193,7 +193,7 @@ class Update:
             crc = self.ledger.checksums.get(name)
             if not isinstance(crc, ChunkCrc):
                 crc = self.ledger.checksums[name] = ChunkCrc(record)
-            data = memoryview(view.view(torch.uint8).numpy())
+            data = view.view(torch.uint8).numpy().data
             crc.feed(op.start * record.itemsize, data)
 
     # -- life of a step ------------------------------------------------------------------------

@@ -31,8 +31,11 @@ class Quiet:
         self.rows: list[Row] = []
         self.after = after
 
-    def on_convert(self, source: Path, store: Path) -> Callable[[int, int], None]:
-        return lambda done, total: None
+    def on_conversion(self, plan: object) -> None:
+        pass
+
+    def on_converted(self, done: int, total: int) -> None:
+        pass
 
     def on_plan(self, plan: Plan, state: TrainState, slots: int) -> None:
         self.plan = plan
