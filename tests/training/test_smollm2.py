@@ -71,7 +71,7 @@ def test_three_steps_give_the_same_bits_wherever_the_state_lives(tmp_path, smoll
     for name in MIXES:
         assert results[name] == results["all in RAM"], name
     assert tiers["all in RAM"].get(Tier.NVME, 0) == 0
-    assert tiers["all on disk"][Tier.PINNED] < 1 << 20
+    assert tiers["all on disk"].get(Tier.PINNED, 0) == 0
     assert 0.4 < tiers["half and half"][Tier.PINNED] / (14 * PARAMETERS) < 0.6
 
 
