@@ -78,16 +78,27 @@ def test_gradients_are_added_to_what_the_accumulator_holds(tmp_path: Path) -> No
     torch.testing.assert_close(backward(once.clone()), once + once)
 
 
-def test_a_call_leaves_neither_gradients_nor_weights_behind(tmp_path: Path) -> None:
-    driver = Driver(tmp_path, make_plain("llama", tmp_path, tied=True))
-    driver.step([make_batch(0)])
-    held = [StorageWeakRef(flat.untyped_storage()) for flat in driver.weights + driver.grads]
-    model = driver.model
-    model.release()
-    driver.weights, driver.grads = [], []
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_accumulators_are_not_held_after_a_call(grad_dtype: torch.dtype, tmp_path: Path) -> None:
+    plain = make_plain("llama", tmp_path, tied=True)
+    driver = Driver(tmp_path, plain, dtype=torch.bfloat16, grad_dtype=grad_dtype)
+    driver.gradients([make_batch(0)])
+    held = [StorageWeakRef(grads.untyped_storage()) for grads in driver.grads]
+    driver.grads = []
     gc.collect()
     assert all(storage.expired() for storage in held)
-    assert all(p.is_meta and p.grad is None for p in model._template.model.parameters())
+
+
+def test_weights_are_not_held_after_a_release(tmp_path: Path) -> None:
+    plain = make_plain("llama", tmp_path, tied=True)
+    driver = Driver(tmp_path, plain, dtype=torch.bfloat16)
+    driver.gradients([make_batch(0)])
+    held = [StorageWeakRef(weights.untyped_storage()) for weights in driver.weights]
+    driver.model.release()
+    driver.weights = []
+    gc.collect()
+    assert all(storage.expired() for storage in held)
+    assert all(p.is_meta and p.grad is None for p in driver.model._template.model.parameters())
 
 
 def test_a_view_of_an_old_buffer_is_never_taken_for_a_new_one(tmp_path: Path) -> None:
