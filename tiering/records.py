@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -31,6 +32,9 @@ ITEMSIZE: Mapping[str, int] = {
 }
 
 
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")  # names become names of files
+
+
 class Tier(StrEnum):
     """A kind of place for records, fastest first."""
 
@@ -43,6 +47,16 @@ class Tier(StrEnum):
 def round_up(n: int, multiple: int) -> int:
     """Return the smallest multiple of ``multiple`` that is at least ``n``."""
     return -(-n // multiple) * multiple
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """A run of a record's bytes that lies in one shard: ``start`` counts from the request."""
+
+    shard: int
+    offset: int
+    start: int
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +91,15 @@ class Geometry:
         """Return the exact length of the file of ``shard``: its chunks, then the index."""
         return self.chunks_in(shard) * self.chunk_nbytes + self.index_nbytes
 
+    def segments(self, offset: int, nbytes: int) -> Iterator[Segment]:
+        """Cut the ``nbytes`` at ``offset`` of a record where its shards end."""
+        start = 0
+        while start < nbytes:
+            shard, inside = divmod(offset + start, self.shard_nbytes)
+            count = min(nbytes - start, self.shard_nbytes - inside)
+            yield Segment(shard=shard, offset=inside, start=start, nbytes=count)
+            start += count
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
@@ -95,6 +118,8 @@ class Record:
     def __post_init__(self) -> None:
         if self.length < 1 or self.dtype not in ITEMSIZE:
             raise ValueError(f"record {self.name}: {self.length} elements of {self.dtype!r}")
+        if not NAME.fullmatch(self.name):
+            raise ValueError(f"record name {self.name!r} does not match {NAME.pattern}")
 
     @property
     def itemsize(self) -> int:

@@ -1,0 +1,66 @@
+"""Reading records of a generation with every chunk compared with its checksum on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from checkpoint.schema import SCHEMA_FILE, Schema
+from checkpoint.windows import aligned
+from tiering.checksum import crc32c
+from tiering.errors import CorruptionError
+from tiering.records import CHUNK_LENGTH, Record
+
+if TYPE_CHECKING:
+    from tiering.store import ChunkRef, StoreReader
+
+MAX_CHUNK_NBYTES = 8 * CHUNK_LENGTH
+
+
+def read_schema(reader: StoreReader) -> Schema:
+    """Return the schema of a store."""
+    return Schema.decode(reader.schema_file(SCHEMA_FILE))
+
+
+class CheckedReader:
+    """Yields ranges of records out of verified chunks; keeps the last chunk. For one thread."""
+
+    def __init__(self, reader: StoreReader) -> None:
+        self._reader = reader
+        self._buffer = aligned(MAX_CHUNK_NBYTES).data
+        self._held: tuple[str, int] | None = None
+        self._places: tuple[str, Sequence[ChunkRef]] = ("", ())
+
+    def read(self, record: Record, offset: int, nbytes: int) -> Iterator[memoryview]:
+        """Yield the ``nbytes`` from ``offset`` on; each piece is valid until the next is asked for.
+
+        Raises:
+            CorruptionError: A chunk differs from its checksum.
+        """
+        chunk_nbytes, end = record.geometry.chunk_nbytes, offset + nbytes
+        while offset < end:
+            chunk, start = divmod(offset, chunk_nbytes)
+            stop = min(chunk_nbytes, start + end - offset)
+            self._hold(record, chunk)
+            yield self._buffer[start:stop]
+            offset += stop - start
+
+    def _hold(self, record: Record, chunk: int) -> None:
+        if self._held == (record.name, chunk):
+            return
+        self._held = None
+        offset = chunk * record.geometry.chunk_nbytes
+        length = min(record.geometry.chunk_nbytes, record.nbytes - offset)
+        self._reader.read(record.name, offset, self._buffer[:length])
+        place = self._place(record.name, chunk)
+        if (found := crc32c(self._buffer[:length])) != place.crc:
+            raise CorruptionError(
+                f"{place.path}: chunk at offset {place.offset} has crc32c {found:08x}, committed "
+                f"was {place.crc:08x}; drive {place.drive}, record {record.name}, chunk {chunk}"
+            )
+        self._held = (record.name, chunk)
+
+    def _place(self, name: str, chunk: int) -> ChunkRef:
+        if self._places[0] != name:
+            self._places = (name, tuple(self._reader.chunks(name)))
+        return self._places[1][chunk]

@@ -1,0 +1,294 @@
+"""The commands of ``megatrain-ckpt``. Data goes to standard output, talk to standard error."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from checkpoint.sizes import format_size, parse_size
+from tiering.errors import MegatrainError, UsageError
+
+if TYPE_CHECKING:
+    from checkpoint.plan import Plan
+
+EXIT_FINDINGS = 1
+EXIT_STORAGE = 5
+EXIT_INTERRUPTED = 130
+
+_LAYOUTS = ("fp32", "split", "split8")
+_FORMATS = ("hf", "zarr", "dcp")
+_TIERS = ("nvme", "zarr")
+
+
+class ErrorGroup(click.Group):
+    """Ends a command with one message and the error's exit code instead of a traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except MegatrainError as error:
+            _fail(ctx, str(error), error.exit_code)
+        except BrokenPipeError:
+            raise  # click ends quietly when nobody reads standard output any more
+        except OSError as error:
+            _fail(ctx, str(error), EXIT_STORAGE)
+        except KeyboardInterrupt:
+            _fail(ctx, "interrupted", EXIT_INTERRUPTED)
+
+
+def _fail(ctx: click.Context, message: str, code: int) -> None:
+    click.echo(f"error: {message}", err=True)
+    ctx.exit(code)
+
+
+FOLDER = click.Path(path_type=Path)
+
+
+def _path(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+    """Expand a leading ~ where the shell did not."""
+    if isinstance(value, tuple):
+        return tuple(path.expanduser() for path in value)
+    return value.expanduser()
+
+
+def _size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    """Read 8GiB, 500MB or a plain number."""
+    try:
+        return None if value is None else parse_size(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error), ctx, param) from error
+
+
+def _only(option: str, value: str, built: str) -> None:
+    if value != built:
+        raise UsageError(f"{option} {value}: not in this version yet; it has {option} {built}")
+
+
+_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+_generation = click.option("--generation", type=int, help="Not the newest but this generation.")
+
+
+@click.group(cls=ErrorGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="megatrain")
+def cli() -> None:
+    """Bring model weights into a store and out of it, and look after the store."""
+
+
+@cli.command()
+@click.argument("src", type=FOLDER, callback=_path)
+@click.argument("store", type=FOLDER, callback=_path)
+@click.option(
+    "--drive",
+    "drives",
+    multiple=True,
+    type=FOLDER,
+    callback=_path,
+    help="A folder on a drive to stripe over; repeat for each. Default: inside STORE.",
+)
+@click.option(
+    "--layout",
+    type=click.Choice(_LAYOUTS),
+    default="fp32",
+    show_default=True,
+    help="Roles and data types of the state.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["bfloat16", "float32"]),
+    default="bfloat16",
+    show_default=True,
+    help="What the device computes with; with float32 the weights are the masters.",
+)
+@click.option(
+    "--tier",
+    type=click.Choice(_TIERS),
+    default="nvme",
+    show_default=True,
+    help="Where the records lie.",
+)
+@click.option(
+    "--ram", metavar="SIZE", callback=_size, help="At most this much memory for pieces of tensors."
+)
+@click.option("--weights", metavar="FILE", help="The file or index to follow, if SRC has several.")
+@click.option(
+    "--tie",
+    is_flag=True,
+    help="Tie what the model ties even if its bytes differ; the head is dropped.",
+)
+@_json
+def convert(
+    src: Path,
+    store: Path,
+    drives: tuple[Path, ...],
+    layout: str,
+    dtype: str,
+    tier: str,
+    ram: int | None,
+    weights: str | None,
+    tie: bool,
+    as_json: bool,
+) -> None:
+    """Make STORE from the Hugging Face folder SRC, as generation 1."""
+    _only("--layout", layout, "fp32")
+    _only("--tier", tier, "nvme")
+    from checkpoint.convert import convert as run
+    from checkpoint.schema import Layout
+
+    with _progress("converting") as on_progress:
+        schema = run(
+            src,
+            store,
+            drives=drives,
+            layout=Layout.FLOAT32 if dtype == "float32" else Layout.FP32,
+            ram=ram,
+            weights=weights,
+            tie=tie,
+            on_plan=_tell,
+            on_progress=on_progress,
+        )
+    if as_json:
+        _print_json(
+            {
+                "store": str(store),
+                "generation": 1,
+                "parameters": schema.parameters,
+                "ledger": asdict(schema.ledger),
+            }
+        )
+    else:
+        nbytes = sum(record.nbytes for record in schema.records())
+        click.echo(
+            f"{store}: generation 1, {schema.parameters:,} parameters in "
+            f"{len(schema.units)} units, {format_size(nbytes)} when it trains"
+        )
+
+
+def _tell(plan: Plan) -> None:
+    for note in plan.notes:
+        click.echo(f"note: {note}", err=True)
+
+
+@cli.command()
+@click.argument("store", type=FOLDER, callback=_path)
+@click.argument("out", type=FOLDER, callback=_path)
+@click.option(
+    "--format",
+    "target",
+    type=click.Choice(_FORMATS),
+    default="hf",
+    show_default=True,
+    help="What to write.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["source", "bfloat16", "float32"]),
+    default="source",
+    show_default=True,
+    help="Data type of the parameters; source: as they came.",
+)
+@click.option(
+    "--max-shard-size",
+    metavar="SIZE",
+    callback=_size,
+    default="5GB",
+    show_default=True,
+    help="Split into files of at most this size.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace OUT if it is a model folder.")
+@_generation
+@_json
+def export(
+    store: Path,
+    out: Path,
+    target: str,
+    dtype: str,
+    max_shard_size: int,
+    overwrite: bool,
+    generation: int | None,
+    as_json: bool,
+) -> None:
+    """Write the weights of STORE to the Hugging Face folder OUT."""
+    _only("--format", target, "hf")
+    from checkpoint.export import export_hf
+
+    with _progress("exporting") as on_progress:
+        exported = export_hf(
+            store,
+            out,
+            dtype=dtype,
+            max_shard_size=max_shard_size,
+            generation=generation,
+            overwrite=overwrite,
+            on_progress=on_progress,
+        )
+    if as_json:
+        _print_json(asdict(exported))
+    else:
+        from checkpoint.render import exported_report, show
+
+        show(exported_report(exported, str(out)))
+
+
+@cli.command()
+@click.argument("store", type=FOLDER, callback=_path)
+@_generation
+@_json
+def inspect(store: Path, generation: int | None, as_json: bool) -> None:
+    """Show what STORE holds and where it came from."""
+    from checkpoint.summary import summarize
+
+    summary = summarize(store, generation=generation)
+    if as_json:
+        _print_json(asdict(summary))
+    else:
+        from checkpoint.render import show, summary_report
+
+        show(summary_report(summary))
+
+
+@cli.command()
+@click.argument("store", type=FOLDER, callback=_path)
+@click.option("--deep", is_flag=True, help="Read every byte and compare it with its checksum.")
+@_generation
+@_json
+@click.pass_context
+def verify(
+    ctx: click.Context, store: Path, deep: bool, generation: int | None, as_json: bool
+) -> None:
+    """Check that STORE is what was committed; exit code 1 if it is not."""
+    from checkpoint.verify import verify as run
+
+    with _progress("verifying") as on_progress:
+        findings = run(store, deep=deep, generation=generation, on_progress=on_progress)
+    if as_json:
+        _print_json({"ok": findings.ok, **asdict(findings)})
+    else:
+        from checkpoint.render import findings_report, show
+
+        show(findings_report(findings))
+    ctx.exit(0 if findings.ok else EXIT_FINDINGS)
+
+
+@contextmanager
+def _progress(title: str) -> Iterator[Callable[[int, int], None]]:
+    """Show bytes, rate and time left on standard error, if that is a terminal."""
+    from tqdm import tqdm
+
+    with tqdm(desc=title, unit="B", unit_scale=True, leave=False, disable=None) as bar:
+
+        def on_progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield on_progress
+
+
+def _print_json(document: Any) -> None:
+    click.echo(json.dumps(document, indent=1, ensure_ascii=False))

@@ -1,0 +1,136 @@
+"""Reports for the eye, from the dataclasses that ``--json`` prints as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from checkpoint.export import Exported
+from checkpoint.sizes import format_size
+from checkpoint.summary import Summary, UnitLine
+from checkpoint.verify import Finding, Findings
+
+
+def show(report: RenderableType) -> None:
+    """Print a report on standard output."""
+    Console(highlight=False, soft_wrap=True).print(report)
+
+
+def summary_report(summary: Summary) -> RenderableType:
+    """Return what ``inspect`` shows."""
+    return Group(
+        Text(_headline(summary)),
+        Text(_state(summary)),
+        *_section("units", _units(_merged(summary.units))),
+        *_section("drives", _drives(summary)),
+        *_section("came from", _ledger(summary)),
+    )
+
+
+def _headline(summary: Summary) -> str:
+    return (
+        f"{summary.path}: {summary.model_type}, {summary.parameters:,} parameters, "
+        f"layout {summary.layout}, {format_size(summary.nbytes)} a generation "
+        f"({summary.bytes_per_parameter:.1f} B a parameter)"
+    )
+
+
+def _state(summary: Summary) -> str:
+    listed = ", ".join(f"{g.generation} (step {g.step})" for g in summary.generations)
+    holder = f"in use by {summary.holder}" if summary.holder else "not in use"
+    return f"generations {listed}; last commit {_age(summary.age_s)} ago; {holder}"
+
+
+def _age(age_s: float) -> str:
+    for seconds, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
+        if age_s >= 2 * seconds:
+            return f"{age_s / seconds:.0f} {unit}"
+    return f"{age_s:.0f} s"
+
+
+def _section(title: str, body: RenderableType) -> tuple[RenderableType, RenderableType]:
+    return Text(f"\n{title}", style="bold"), body
+
+
+def _table(*columns: str, right: Sequence[str] = ()) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    return table
+
+
+def _merged(units: Sequence[UnitLine]) -> list[tuple[str, UnitLine]]:
+    """Return one line for each run of units of the same size."""
+    lines: list[tuple[str, UnitLine]] = []
+    for unit in units:
+        if lines and (unit.roles, unit.parameters) == (lines[-1][1].roles, lines[-1][1].parameters):
+            first = lines[-1][0].split(" to ")[0]
+            lines[-1] = (f"{first} to {unit.unit}", unit)
+        else:
+            lines.append((unit.unit, unit))
+    return lines
+
+
+def _units(lines: Sequence[tuple[str, UnitLine]]) -> Table:
+    table = _table("unit", "tensors", "parameters", "roles", right=("tensors", "parameters"))
+    for title, unit in lines:
+        roles = ", ".join(f"{r.role} {r.dtype} {format_size(r.nbytes)}" for r in unit.roles)
+        count = f"{unit.parameters:,}" if unit.trainable else "not trained"
+        table.add_row(title, str(len(unit.tensors)), count, roles)
+    return table
+
+
+def _drives(summary: Summary) -> Table:
+    columns = ("drive", "bytes", "on disk", "free", "folder")
+    table = _table(*columns, right=columns[:4])
+    for drive in summary.drives:
+        sizes = (drive.nbytes, drive.allocated_nbytes, drive.free_nbytes)
+        table.add_row(str(drive.drive), *map(format_size, sizes), drive.folder)
+    return table
+
+
+def _ledger(summary: Summary) -> RenderableType:
+    ledger = summary.ledger
+    lines = [f"{s.name}: {s.tensors} tensors, {format_size(s.nbytes)}" for s in ledger.sources]
+    lines += [f"{tie.alias} is {tie.target}" for tie in summary.ties]
+    lines += [f"note: {note}" for note in ledger.notes]
+    lines += [f"ignored {item.name}: {item.reason}" for item in ledger.ignored]
+    lines.append(f"side files: {', '.join(summary.files) or 'none'}")
+    return Text("\n".join(lines))
+
+
+def findings_report(findings: Findings) -> RenderableType:
+    """Return what ``verify`` shows."""
+    checked = (
+        f"{findings.chunks} chunks, {format_size(findings.nbytes)} read"
+        if findings.deep
+        else "structure only; --deep reads every byte"
+    )
+    name = f"generation {findings.generation}" if findings.generation else "the store"
+    if findings.ok:
+        return Text(f"{name} is what was committed: {findings.records} records, {checked}")
+    lines = [f"{name} is damaged: {len(findings.findings)} findings ({checked})"]
+    return Text("\n".join((*lines, *map(_finding, findings.findings))))
+
+
+def _finding(finding: Finding) -> str:
+    where = [finding.file] if finding.file else []
+    if finding.offset is not None:
+        where.append(f"drive {finding.drive}, offset {finding.offset}")
+    if finding.unit:
+        tensors = ", ".join(finding.tensors[:3]) or "no tensor"
+        more = f" and {len(finding.tensors) - 3} more" if len(finding.tensors) > 3 else ""
+        where.append(f"{finding.unit}.{finding.role} ({tensors}{more})")
+    return f"  {finding.what}" + (f": {'; '.join(where)}" if where else "")
+
+
+def exported_report(exported: Exported, out: str) -> RenderableType:
+    """Return what ``export`` shows."""
+    return Text(
+        f"{out}: {exported.tensors} tensors, {format_size(exported.nbytes)} in "
+        f"{len(exported.files)} files, from generation {exported.generation} "
+        f"(step {exported.step})"
+    )

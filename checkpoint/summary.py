@@ -1,0 +1,170 @@
+"""What a store is, for people and programs to look at; reads no tensor bytes."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from checkpoint.checked import read_schema
+from checkpoint.schema import Ledger, Schema, Tie
+from tiering.lock import lock_holder
+from tiering.store import StoreReader, open_reader
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationLine:
+    """One generation that can be opened."""
+
+    generation: int
+    parent: int | None
+    step: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleLine:
+    """One role of a unit: its data type and its bytes."""
+
+    role: str
+    dtype: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorLine:
+    """One tensor: where it is in its unit, in elements."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitLine:
+    """One unit with its roles and tensors."""
+
+    unit: str
+    trainable: bool
+    parameters: int
+    roles: tuple[RoleLine, ...]
+    tensors: tuple[TensorLine, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DriveLine:
+    """One drive: what the generation's shards are long, and how much of it takes up room."""
+
+    drive: int
+    folder: str
+    nbytes: int
+    allocated_nbytes: int
+    free_nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """A store at one moment. ``age_s`` is the time since the last commit."""
+
+    path: str
+    uuid: str
+    model_type: str
+    layout: str
+    parameters: int
+    generation: int
+    step: int
+    age_s: float
+    holder: str | None
+    generations: tuple[GenerationLine, ...]
+    units: tuple[UnitLine, ...]
+    ties: tuple[Tie, ...]
+    drives: tuple[DriveLine, ...]
+    nbytes: int
+    files: Mapping[str, str]
+    ledger: Ledger
+
+    @property
+    def bytes_per_parameter(self) -> float:
+        """Bytes of one generation for each trainable parameter."""
+        return self.nbytes / max(1, self.parameters)
+
+
+def summarize(store: Path, *, generation: int | None = None) -> Summary:
+    """Return what the store at ``store`` is.
+
+    Raises:
+        RefusedError: There is no store, or no such generation.
+        CorruptionError: Its metadata or shards are not what was committed.
+    """
+    with closing(open_reader(store, generation=generation)) as reader:
+        schema = read_schema(reader)
+        return Summary(
+            path=str(reader.path),
+            uuid=reader.root.uuid,
+            model_type=schema.model_type,
+            layout=str(schema.layout),
+            parameters=schema.parameters,
+            generation=reader.manifest.generation,
+            step=reader.manifest.step,
+            age_s=_age_s(reader),
+            holder=lock_holder(reader.path / "LOCK"),
+            generations=tuple(_generations(reader)),
+            units=tuple(_units(schema)),
+            ties=schema.ties,
+            drives=tuple(_drives(reader)),
+            nbytes=sum(record.nbytes for record in reader.records.values()),
+            files=schema.files,
+            ledger=schema.ledger,
+        )
+
+
+def _age_s(reader: StoreReader) -> float:
+    written = (reader.path / reader.root.latest.folder / "manifest.json").stat().st_mtime
+    return max(0.0, time.time() - written)
+
+
+def _generations(reader: StoreReader) -> Iterator[GenerationLine]:
+    for item in reader.root.generations:
+        yield GenerationLine(
+            generation=item.number, parent=item.parent, step=item.step, slot=item.slot
+        )
+
+
+def _units(schema: Schema) -> Iterator[UnitLine]:
+    for unit in schema.units:
+        records = {role: schema.record(unit, role) for role in schema.roles(unit)}
+        yield UnitLine(
+            unit=unit.name,
+            trainable=unit.trainable,
+            parameters=unit.parameters,
+            roles=tuple(
+                RoleLine(role=str(role), dtype=record.dtype, nbytes=record.nbytes)
+                for role, record in records.items()
+            ),
+            tensors=tuple(
+                TensorLine(name=t.name, dtype=t.dtype, shape=t.shape, offset=t.offset)
+                for t in unit.tensors
+            ),
+        )
+
+
+def _drives(reader: StoreReader) -> Iterator[DriveLine]:
+    lengths: Counter[int] = Counter()
+    allocated: Counter[int] = Counter()
+    shards = {(chunk.drive, chunk.path) for name in reader.records for chunk in reader.chunks(name)}
+    for number, path in shards:
+        status = path.stat()
+        lengths[number] += status.st_size
+        allocated[number] += status.st_blocks * 512
+    for drive in reader.drives:
+        yield DriveLine(
+            drive=drive.number,
+            folder=str(drive.folder),
+            nbytes=lengths[drive.number],
+            allocated_nbytes=allocated[drive.number],
+            free_nbytes=drive.free_nbytes(),
+        )

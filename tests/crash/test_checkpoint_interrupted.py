@@ -1,0 +1,141 @@
+"""Conversions and exports that do not reach their end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from checkpoint.convert import convert
+from checkpoint.export import export_hf
+from tests.support.hf_cli import run
+from tests.support.hf_folders import Tensors, assert_same, load_folder, make_llama
+from tiering import fsops
+from tiering.errors import StorageError
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from checkpoint.convert import convert
+from checkpoint.export import export_hf
+source, target = Path(sys.argv[2]), Path(sys.argv[3])
+def die(done, total):
+    if done > total * float(sys.argv[4]):
+        os.kill(os.getpid(), signal.SIGKILL)
+globals()[sys.argv[1]](source, target, on_progress=die)
+"""
+
+
+@pytest.fixture
+def tensors(tmp_path: Path) -> Tensors:
+    return make_llama(tmp_path / "model")
+
+
+def fail_at(number: int) -> Callable[[str, Path], None]:
+    """Return an observer that fails the step of that number."""
+    count = 0
+
+    def observe(action: str, path: Path) -> None:
+        nonlocal count
+        count += 1
+        if count == number:
+            raise OSError(28, os.strerror(28))
+
+    return observe
+
+
+def count_steps(work: Callable[[], object]) -> int:
+    steps = []
+    with fsops.observed(lambda action, path: steps.append(action)):
+        work()
+    return len(steps)
+
+
+def kill(what: str, source: Path, target: Path, at: float) -> None:
+    command = [sys.executable, "-c", KILLED, what, str(source), str(target), str(at)]
+    ended = subprocess.run(command, env=os.environ | {"PYTHONPATH": "."}, check=False)
+    assert ended.returncode == -signal.SIGKILL
+
+
+def test_no_failing_step_of_a_conversion_leaves_something_that_opens(
+    tmp_path: Path, tensors: Tensors
+) -> None:
+    total = count_steps(lambda: convert(tmp_path / "model", tmp_path / "first"))
+    for number in range(1, total + 1, 7):
+        store = tmp_path / "store"
+        with fsops.observed(fail_at(number)), pytest.raises(StorageError):
+            convert(tmp_path / "model", store)
+        if (store / "zarr.json").exists():  # failed after the commit: then it is whole
+            run("verify", "--deep", store)
+            store.rename(tmp_path / f"whole {number}")
+        else:
+            run("verify", store, code=3)
+    run("convert", tmp_path / "model", store)
+    run("export", store, tmp_path / "out")
+    assert_same(load_folder(tmp_path / "out"), tensors)
+
+
+def test_a_killed_conversion_is_no_store_and_can_be_run_again(
+    tmp_path: Path, tensors: Tensors
+) -> None:
+    store, drive = tmp_path / "store", tmp_path / "drive"
+    drive.mkdir()
+    kill("convert", tmp_path / "model", store, 0.5)
+    assert store.exists()
+    for command in ("inspect", "verify"):
+        result = run(command, store, code=3)
+        assert "create it again" in result.stderr
+    run("convert", tmp_path / "model", store, "--drive", drive)
+    run("verify", "--deep", store)
+
+
+def test_an_interrupted_conversion_leaves_nothing(tmp_path: Path, tensors: Tensors) -> None:
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    drive = tmp_path / "drive"
+    drive.mkdir()
+    with pytest.raises(KeyboardInterrupt):
+        convert(tmp_path / "model", tmp_path / "store", drives=[drive], on_progress=interrupt)
+    assert not (tmp_path / "store").exists()
+    assert list(drive.iterdir()) == []
+
+
+def test_no_failing_step_of_an_export_leaves_half_a_folder(
+    tmp_path: Path, tensors: Tensors
+) -> None:
+    store, out = tmp_path / "store", tmp_path / "out"
+    convert(tmp_path / "model", store)
+    total = count_steps(lambda: export_hf(store, tmp_path / "first", max_shard_size=20_000))
+    for number in range(1, total + 1):
+        with fsops.observed(fail_at(number)), pytest.raises(StorageError):
+            export_hf(store, out, max_shard_size=20_000)
+        if out.exists():  # failed after the rename: then it is whole
+            assert_same(load_folder(out), tensors)
+            out.rename(tmp_path / f"whole {number}")
+        assert not list(tmp_path.glob(".out*"))
+
+
+def test_a_failing_export_leaves_the_old_folder_as_it_was(tmp_path: Path, tensors: Tensors) -> None:
+    store, out = tmp_path / "store", tmp_path / "out"
+    convert(tmp_path / "model", store)
+    export_hf(store, out)
+    total = count_steps(lambda: export_hf(store, out, overwrite=True))
+    for number in range(1, total + 1):
+        with fsops.observed(fail_at(number)), pytest.raises(StorageError):
+            export_hf(store, out, overwrite=True)
+        assert_same(load_folder(out), tensors)
+
+
+def test_a_killed_export_leaves_the_name_free(tmp_path: Path, tensors: Tensors) -> None:
+    store, out = tmp_path / "store", tmp_path / "out"
+    convert(tmp_path / "model", store)
+    kill("export_hf", store, out, 0.5)
+    assert not out.exists()
+    export_hf(store, out)
+    assert_same(load_folder(out), tensors)

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.tiering_stores import (
+    assert_state,
+    content,
+    fill,
+    make_store,
+    memory_folder,
+    put,
+    small_chunks,
+)
+from tiering import fsops
+from tiering.errors import StorageError
+from tiering.store import open_reader, open_writer
+
+
+@pytest.fixture(name="store")
+def _store() -> Iterator[Path]:
+    with small_chunks(), memory_folder() as folder:
+        drives = [folder / "a", folder / "b"]
+        for drive in drives:
+            drive.mkdir()
+        yield make_store(folder / "store", drives=drives)
+
+
+def test_a_commit_makes_bytes_durable_before_names_and_frees_last(store: Path) -> None:
+    log: list[tuple[str, str]] = []
+    with open_writer(store) as writer, fsops.observed(lambda a, p: log.append((a, p.name))):
+        fill(writer, 2)
+    order = [
+        ("sync", writer.drives[0].folder.name),  # both drives are folders of one file system
+        ("fsync", "checksums.bin"),
+        ("fsync", "manifest.json"),
+        ("fsync folder", "2"),
+        ("fsync folder", "manifests"),
+        ("fsync", "zarr.json.new"),
+        ("rename", "zarr.json"),
+        ("fsync folder", "store"),
+        ("remove", "manifest.json"),
+    ]
+    places = [log.index(step) for step in order]
+    assert places == sorted(places)
+
+
+def test_opening_for_writing_makes_the_visible_root_durable_before_it_frees(store: Path) -> None:
+    log: list[tuple[str, str]] = []
+    (store / "manifests" / "7").mkdir()
+    with fsops.observed(lambda a, p: log.append((a, p.name))), open_writer(store):
+        pass
+    order = [("fsync", "zarr.json"), ("fsync folder", "store"), ("remove", "7")]
+    places = [log.index(step) for step in order]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize(
+    "action", ["sync", "write", "fsync", "fsync folder", "rename", "create", "create folder"]
+)
+def test_a_failed_commit_is_not_retried_and_a_new_open_settles_it(store: Path, action: str) -> None:
+    calls = []
+
+    def fail(found: str, _path: Path) -> None:
+        if found == action:
+            calls.append(found)
+            raise OSError(errno.EIO, "injected")
+
+    with open_writer(store) as writer:
+        slot = writer.begin()
+        checksums = {
+            r.name: put(writer, slot, r, content(r, 2))
+            for r in writer.records.values()
+            if not r.shared
+        }
+        state = {"step": 2, "train_state": {"seed": 2}, "checksums": checksums}
+        with fsops.observed(fail), pytest.raises(StorageError) as caught:
+            writer.commit(**state)
+        assert caught.value.errno == errno.EIO
+        assert caught.value.exit_code == 5
+        assert len(calls) == 1
+        with pytest.raises(StorageError, match="open the store again"):
+            writer.commit(**state)
+        assert len(calls) == 1
+    with open_writer(store) as writer:
+        assert writer.manifest.step in (1, 2)
+        fill(writer, 3)
+    with open_reader(store) as reader:
+        assert_state(reader, 3)
+
+
+def test_a_write_that_fails_ends_the_use_of_the_writer(store: Path) -> None:
+    with open_writer(store) as writer:
+        slot = writer.begin()
+        record = writer.records["u0.master"]
+        target = (store / "slots" / str(slot) / "u0.master" / "c" / "0").resolve()
+        target.unlink()
+        with pytest.raises(StorageError, match=r"cannot open .*u0\.master\.0") as caught:
+            put(writer, slot, record, content(record, 2))
+        assert caught.value.path == target
+        with pytest.raises(StorageError, match="open the store again"):
+            writer.commit(step=2, train_state={}, checksums={})
+    with open_reader(store) as reader:
+        assert_state(reader, 1)

@@ -1,0 +1,208 @@
+"""Files read and written with preadv and pwritev by a few threads: the engine that always works."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from tiering.errors import StorageError
+from tiering.records import ALIGNMENT
+
+REQUEST_NBYTES = 8 << 20
+THREADS_PER_DRIVE = 2
+OPEN_FILES = 512
+
+File = Path | int  # a path, or a descriptor that the caller keeps open
+_Move = Callable[[int, Sequence[memoryview], int], int]
+
+
+def address_of(view: memoryview) -> int:
+    """Return where the bytes of ``view`` begin."""
+    return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0]) if len(view) else 0
+
+
+class PosixBackend:
+    """Moves bytes between buffers and the files of one drive. Thread-safe.
+
+    Requests are cut into pieces of at most 8 MiB that ``threads`` threads work on; every piece
+    moves completely or its error reaches the future. A direct backend takes only offsets, lengths
+    and buffers that are multiples of 4096.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        direct: bool,
+        writable: bool,
+        threads: int = THREADS_PER_DRIVE,
+        open_files: int = OPEN_FILES,
+    ) -> None:
+        self.direct = direct
+        flags = os.O_RDWR if writable else os.O_RDONLY
+        self._descriptors = _Descriptors(flags | (os.O_DIRECT if direct else 0), open_files)
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix=f"posix-{name}")
+
+    def read(self, path: File, offset: int, out: memoryview) -> Future[int]:
+        """Fill ``out`` with the bytes at ``offset``; it is borrowed until the future ends.
+
+        Raises:
+            StorageError: In the future: the file is missing, ends early or cannot be read.
+        """
+        return self._submit("read", os.preadv, path, offset, out)
+
+    def write(self, path: File, offset: int, data: memoryview) -> Future[int]:
+        """Write ``data`` at ``offset`` of an existing file; it is borrowed until the future ends.
+
+        Durable after a sync of the drive.
+        """
+        return self._submit("write", os.pwritev, path, offset, data)
+
+    def forget(self, path: Path) -> None:
+        """Close the descriptor of a file that is about to be removed."""
+        self._descriptors.forget(path)
+
+    def close(self) -> None:
+        """Wait for what is in flight and close every file."""
+        self._threads.shutdown(wait=True)
+        self._descriptors.close()
+
+    def _submit(
+        self, action: str, move: _Move, path: File, offset: int, view: memoryview
+    ) -> Future[int]:
+        view = view.cast("B")
+        if self.direct:
+            _require_aligned(path, offset, view)
+        pieces = [
+            self._threads.submit(
+                self._transfer, action, move, path, offset + at, view[at : at + REQUEST_NBYTES]
+            )
+            for at in range(0, len(view), REQUEST_NBYTES)
+        ]
+        return pieces[0] if len(pieces) == 1 else _joined(pieces)
+
+    def _transfer(self, action: str, move: _Move, file: File, offset: int, view: memoryview) -> int:
+        with self._descriptors.lease(file) as fd:
+            done = 0
+            while done < len(view):
+                done += _move_once(action, move, file, fd, offset, view, done)
+        return done
+
+
+def _move_once(
+    action: str, move: _Move, file: File, fd: int, offset: int, view: memoryview, done: int
+) -> int:
+    """Return how many bytes were moved; a partial block counts as not moved and is redone."""
+    wanted = len(view)
+    code = 0
+    try:
+        moved = move(fd, [view[done:]], offset + done)
+    except OSError as error:
+        moved, code = 0, error.errno or 0
+    if done + moved < wanted:
+        moved -= moved % ALIGNMENT
+        if moved == 0:
+            path = file if isinstance(file, Path) else Path(f"/proc/self/fd/{file}")
+            raise StorageError(
+                action, path, errno=code, offset=offset + done, wanted=wanted, moved=done
+            )
+    return moved
+
+
+def _require_aligned(path: File, offset: int, view: memoryview) -> None:
+    if offset % ALIGNMENT or len(view) % ALIGNMENT or address_of(view) % ALIGNMENT:
+        raise ValueError(
+            f"direct I/O on {path}: offset {offset}, length {len(view)} and address "
+            f"{address_of(view):#x} must be multiples of {ALIGNMENT}"
+        )
+
+
+def _joined(pieces: Sequence[Future[int]]) -> Future[int]:
+    """Return a future that ends when all ``pieces`` have, with the first error if there is one."""
+    joined: Future[int] = Future()
+    joined.set_running_or_notify_cancel()
+    left = len(pieces)
+    guard = threading.Lock()
+
+    def finish(_: Future[int]) -> None:
+        nonlocal left
+        with guard:
+            left -= 1
+            if left:
+                return
+        error = next((e for piece in pieces if (e := piece.exception())), None)
+        if error is not None:
+            joined.set_exception(error)
+        else:
+            joined.set_result(sum(piece.result() for piece in pieces))
+
+    for piece in pieces:
+        piece.add_done_callback(finish)
+    if not pieces:
+        joined.set_result(0)
+    return joined
+
+
+@dataclass(slots=True)
+class _Open:
+    fd: int
+    users: int = 0
+
+
+class _Descriptors:
+    """Open files, the longest unused closed first; one in use is never closed."""
+
+    def __init__(self, flags: int, capacity: int) -> None:
+        self._flags = flags | os.O_CLOEXEC
+        self._capacity = capacity
+        self._guard = threading.Lock()
+        self._files: OrderedDict[Path, _Open] = OrderedDict()
+
+    @contextmanager
+    def lease(self, file: File) -> Iterator[int]:
+        if isinstance(file, int):
+            yield file
+            return
+        with self._guard:
+            entry = self._acquire(file)
+        try:
+            yield entry.fd
+        finally:
+            with self._guard:
+                entry.users -= 1
+
+    def _acquire(self, path: Path) -> _Open:
+        entry = self._files.get(path)
+        if entry is None:
+            try:
+                entry = self._files[path] = _Open(os.open(path, self._flags))
+            except OSError as error:
+                raise StorageError("open", path, errno=error.errno or 0) from error
+        self._files.move_to_end(path)
+        entry.users += 1
+        self._evict()
+        return entry
+
+    def _evict(self) -> None:
+        idle = (path for path, entry in self._files.items() if not entry.users)
+        for path in list(idle)[: max(0, len(self._files) - self._capacity)]:
+            os.close(self._files.pop(path).fd)
+
+    def forget(self, path: Path) -> None:
+        with self._guard:
+            entry = self._files.get(path)
+            if entry is not None and entry.users == 0:
+                os.close(self._files.pop(path).fd)
+
+    def close(self) -> None:
+        with self._guard:
+            while self._files:
+                os.close(self._files.popitem()[1].fd)

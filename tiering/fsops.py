@@ -1,0 +1,214 @@
+"""The one door through which every durable operation goes.
+
+Each function is one step of a protocol: it either did what its name says or raised a
+``StorageError``. Order and durability are the caller's: nothing here syncs more than it says.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+
+from tiering.errors import StorageError
+
+Observer = Callable[[str, Path], None]
+
+_observer: ContextVar[Observer | None] = ContextVar("fsops_observer", default=None)
+
+
+@contextmanager
+def observed(observer: Observer) -> Iterator[None]:
+    """Call ``observer(action, path)`` just before every step taken in this context.
+
+    An ``OSError`` that it raises counts as the failure of the step.
+    """
+    token = _observer.set(observer)
+    try:
+        yield
+    finally:
+        _observer.reset(token)
+
+
+@contextmanager
+def _step(action: str, path: Path) -> Iterator[None]:
+    try:
+        observer = _observer.get()
+        if observer is not None:
+            observer(action, path)
+        yield
+    except OSError as error:
+        raise StorageError(action, path, errno=error.errno or 0) from error
+
+
+@contextmanager
+def _descriptor(path: Path, flags: int, action: str = "open") -> Iterator[int]:
+    with _step(action, path):
+        fd = os.open(path, flags | os.O_CLOEXEC, 0o666)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def make_dir(path: Path) -> None:
+    """Create one folder; its parent exists and it does not."""
+    with _step("create folder", path):
+        path.mkdir()
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Create ``path`` with exactly ``data``, durable once its folder is synced."""
+    with _descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, "create") as fd:
+        _write_all(fd, path, data)
+        with _step("fsync", path):
+            os.fsync(fd)
+
+
+def create_file(path: Path, data: bytes) -> None:
+    """Create ``path`` with exactly ``data``, durable after a ``sync_drive``."""
+    with _descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, "create") as fd:
+        _write_all(fd, path, data)
+
+
+def create_sparse(path: Path, nbytes: int, tail: bytes) -> None:
+    """Create a file of ``nbytes`` that ends with ``tail``, the rest a hole that reads as zeros.
+
+    Durable after a ``sync_drive``.
+    """
+    with _descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, "create") as fd:
+        _write_all(fd, path, tail, offset=nbytes - len(tail))
+
+
+def _write_all(fd: int, path: Path, data: bytes, offset: int = 0) -> None:
+    view = memoryview(data)
+    with _step("write", path):
+        while view:
+            moved = os.pwrite(fd, view, offset)
+            view, offset = view[moved:], offset + moved
+
+
+def rewrite_in_place(fd: int, path: Path, data: bytes) -> None:
+    """Give an open file the content ``data``; neither atomic nor durable."""
+    with _step("truncate", path):
+        os.ftruncate(fd, 0)
+    _write_all(fd, path, data)
+
+
+def open_file(path: Path, flags: int) -> int:
+    """Return a descriptor of ``path``; the caller closes it."""
+    with _step("open", path):
+        return os.open(path, flags | os.O_CLOEXEC, 0o666)
+
+
+def replace(source: Path, target: Path) -> None:
+    """Rename ``source`` over ``target`` in one step, durable once the folder is synced."""
+    with _step("rename", target):
+        os.replace(source, target)
+
+
+def symlink(target: str, path: Path) -> None:
+    """Create the link ``path`` to ``target``, durable once its folder is synced."""
+    with _step("link", path):
+        os.symlink(target, path)
+
+
+def unlink(path: Path, *, missing_ok: bool = False) -> None:
+    """Remove the name ``path``."""
+    with _step("remove", path):
+        path.unlink(missing_ok=missing_ok)
+
+
+def remove_dir(path: Path) -> None:
+    """Remove an empty folder."""
+    with _step("remove", path):
+        path.rmdir()
+
+
+def remove_tree(path: Path) -> None:
+    """Remove ``path`` and all below it, following no link; nothing happens if it is absent."""
+    if path.is_symlink() or path.is_file():
+        unlink(path)
+    elif path.is_dir():
+        for child in sorted(path.iterdir()):
+            remove_tree(child)
+        remove_dir(path)
+
+
+def fsync_file(path: Path) -> None:
+    """Make content and length of ``path`` durable."""
+    with _descriptor(path, os.O_RDONLY) as fd, _step("fsync", path):
+        os.fsync(fd)
+
+
+def fsync_dir(path: Path) -> None:
+    """Make the names in the folder ``path`` durable."""
+    with _descriptor(path, os.O_RDONLY | os.O_DIRECTORY) as fd, _step("fsync folder", path):
+        os.fsync(fd)
+
+
+def sync_drive(fd: int, path: Path) -> None:
+    """Make everything on the file system of ``fd`` durable.
+
+    ``fd`` must have been opened before the writes: the kernel reports a failed write-back once to
+    each descriptor that was open when it happened. The fdatasync after it is for file systems
+    whose syncfs does not flush the drive's cache when their log has nothing to write.
+    """
+    with _step("sync", path):
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.syncfs(fd) != 0:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
+        os.fdatasync(fd)
+
+
+def reserve(path: Path, nbytes: int) -> None:
+    """Give the first ``nbytes`` of a file blocks on its drive; what is read does not change.
+
+    A failure leaves the length as it was: ext4 keeps a file grown when it runs out of space.
+    """
+    with _descriptor(path, os.O_RDWR) as fd:
+        before = os.fstat(fd).st_size
+        try:
+            with _step("reserve", path):
+                os.posix_fallocate(fd, 0, nbytes)
+        except StorageError:
+            os.ftruncate(fd, before)
+            raise
+
+
+def truncate(path: Path, nbytes: int) -> None:
+    """Set the length of ``path``."""
+    with _step("truncate", path):
+        os.truncate(path, nbytes)
+
+
+def filesystem_type(path: Path) -> str:
+    """Return the type of the file system of ``path`` as the kernel names it, or "unknown"."""
+    device = os.stat(path).st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    found = "unknown"
+    try:
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return found
+    for line in lines:
+        before, _, after = line.partition(" - ")
+        if before.split()[2] == wanted:
+            found = after.split()[0]
+    return found
+
+
+def raise_open_file_limit(wanted: int) -> int:
+    """Raise the soft limit of open files towards ``wanted`` and return what it is now."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    if soft == unlimited or soft >= wanted:
+        return wanted
+    target = wanted if hard == unlimited else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
+    return target

@@ -1,0 +1,147 @@
+"""Who may write a store, and which generations are being read. Both are kernel locks (flock),
+which die with their process: a file that is left behind locks nothing."""
+
+from __future__ import annotations
+
+import datetime
+import errno
+import fcntl
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+
+from tiering import fsops
+from tiering.errors import LockedError, StorageError
+
+_TRIES = 5
+_PAUSE_S = 0.01
+
+
+class StoreLock:
+    """The exclusive right to write a store, held from creation until ``close``.
+
+    The text in the file is for messages only.
+
+    Raises:
+        LockedError: Another process holds it; the message names the holder.
+    """
+
+    def __init__(self, path: Path, run_id: str = "") -> None:
+        self.path = path
+        self._fd = fsops.open_file(path, os.O_RDWR | os.O_CREAT)
+        try:
+            if not _acquire(self._fd, path):
+                raise LockedError(f"store {path.parent} is in use by {holder_text(path)}")
+            fsops.rewrite_in_place(self._fd, path, _holder(run_id).encode())
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def close(self) -> None:
+        """Let go of the store."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> StoreLock:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _acquire(fd: int, path: Path) -> bool:
+    """Try more than once: ``lock_holder`` takes a shared lock for a moment to see who is there."""
+    for _ in range(_TRIES):
+        if _flock(fd, fcntl.LOCK_EX, path):
+            return True
+        time.sleep(_PAUSE_S)
+    return False
+
+
+def _holder(run_id: str) -> str:
+    started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    run = f" run {run_id}" if run_id else ""
+    program = Path(sys.argv[0]).name or "python"
+    return f"pid {os.getpid()} on {socket.gethostname()} since {started} ({program}{run})\n"
+
+
+def holder_text(path: Path) -> str:
+    """Return what the last holder of a lock file wrote into it."""
+    try:
+        return path.read_text(errors="replace").strip() or "an unnamed process"
+    except OSError:
+        return "an unknown process"
+
+
+def lock_holder(path: Path) -> str | None:
+    """Return who holds the lock file ``path`` now, or None."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        return None if _flock(fd, fcntl.LOCK_SH, path) else holder_text(path)
+    finally:
+        os.close(fd)
+
+
+def hold(path: Path) -> int | None:
+    """Return a descriptor that keeps ``path`` from being removed, or None if it is gone.
+
+    Closing the descriptor ends the hold; so does the end of the process.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH)  # waits only while a writer is removing the file
+    except OSError as error:
+        os.close(fd)
+        raise StorageError("lock", path, errno=error.errno or 0) from error
+    return fd
+
+
+def claim(path: Path) -> int | None:
+    """Return a descriptor that owns ``path`` alone, or None while somebody holds it."""
+    fd = fsops.open_file(path, os.O_RDONLY)
+    if _flock(fd, fcntl.LOCK_EX, path):
+        return fd
+    os.close(fd)
+    return None
+
+
+def _flock(fd: int, kind: int, path: Path) -> bool:
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            return False
+        raise StorageError("lock", path, errno=error.errno or 0) from error
+    return True
+
+
+def holders_of(path: Path) -> list[int]:
+    """Return the process ids that hold a lock on ``path``, as far as the kernel tells."""
+    try:
+        inode = path.stat().st_ino
+        lines = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return []
+    fields = [line.split() for line in lines]
+    return sorted(
+        {
+            int(f[4])
+            for f in fields
+            if len(f) > 5 and f[1] == "FLOCK" and f[5].rpartition(":")[2] == str(inode)
+        }
+    )

@@ -1,0 +1,193 @@
+"""The records of a training run, each in its tier: resident in memory, or streamed from drives."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tiering.arena import Arena
+from tiering.checksum import ChunkCrc, Table
+from tiering.errors import CorruptionError
+from tiering.manifest import Generation
+from tiering.records import Record, Tier
+from tiering.store import StoreWriter
+
+_RESIDENT = frozenset({Tier.PINNED, Tier.CXL})
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Bytes that were moved from and to a tier since the pool was made; only grows."""
+
+    read_bytes: int = 0
+    written_bytes: int = 0
+
+
+class Pool:
+    """Serves the records of a store to one training run.
+
+    Residents are views of the arena; all others are read from the input slot of the step and
+    written to its output slot. ``read`` and ``write`` are thread-safe.
+    """
+
+    def __init__(self, store: StoreWriter, placement: Mapping[str, Tier], arena: Arena) -> None:
+        self._store = store
+        self._records = store.records
+        self._residents: dict[str, memoryview] = {
+            name: arena.take(name, store.records[name].padded_nbytes)
+            for name, tier in placement.items()
+            if tier in _RESIDENT
+        }
+        self._input = store.manifest.slot
+        self._output: int | None = None
+        self._output_holds_step = False
+        self._first_passes = {
+            name: _FirstPass(record, store)
+            for name, record in store.records.items()
+            if name not in self._residents
+        }
+        self._opened_slot: int | None = store.manifest.slot
+        self._guard = threading.Lock()
+        self._traffic = {tier: Traffic() for tier in Tier}
+
+    @property
+    def traffic(self) -> Mapping[Tier, Traffic]:
+        """Bytes moved per tier; what residents load and flush counts for the drives."""
+        return self._traffic
+
+    def load(self, on_bytes: Callable[[int], None] | None = None) -> None:
+        """Fill the residents from the committed slot, every chunk checked.
+
+        ``on_bytes`` is called with the size of each record that has arrived.
+
+        Raises:
+            CorruptionError: A chunk's crc32c differs.
+        """
+        for name, view in self._residents.items():
+            record = self._records[name]
+            self._store.read(self._store.manifest.slot, name, 0, view)
+            self._count(read=len(view))
+            _FirstPass(record, self._store).check(0, view)
+            if on_bytes is not None:
+                on_bytes(record.nbytes)
+
+    def resident(self, name: str) -> memoryview | None:
+        """Return the bytes of a resident record, padded to 4096; None for one on drives.
+
+        It aliases the pool's memory: what is written into it is the record.
+        """
+        self._records[name]
+        return self._residents.get(name)
+
+    def begin_step(self) -> None:
+        """Choose where this step reads from and where it writes to.
+
+        The input is the working slot if it holds the previous step, else the committed one.
+        """
+        if self._store.working is None:
+            self._input = self._store.manifest.slot
+            self._output = self._store.begin()
+            self._output_holds_step = False
+        elif self._output_holds_step:
+            self._input = self._store.working
+
+    def read(self, name: str, offset: int, out: memoryview) -> None:
+        """Fill ``out`` with bytes of a record on drives, as the previous step left them.
+
+        The first pass over what was committed before the run is checked as it streams through;
+        pieces of a chunk must come in order, others are read without a check.
+
+        Raises:
+            CorruptionError: A chunk's crc32c differs; the content of ``out`` is undefined.
+        """
+        self._store.read(self._input, name, offset, out)
+        self._count(read=memoryview(out).nbytes)
+        if self._input == self._opened_slot:
+            first_pass = self._first_passes[name]
+            if not first_pass.done:
+                first_pass.check(offset, out)
+
+    def write(self, name: str, offset: int, data: memoryview) -> None:
+        """Write bytes of a record on drives as this step leaves them."""
+        self._store.write(self._required_output(), name, offset, data)
+        self._output_holds_step = True
+        self._count(written=memoryview(data).nbytes)
+
+    def flush(self, name: str) -> Table:
+        """Copy a resident record to the working slot; return the crc32c of its chunks."""
+        record = self._records[name]
+        view = self._residents[name]
+        self._store.write(self._required_output(), name, 0, view)
+        self._count(written=len(view))
+        crc = ChunkCrc(record)
+        crc.feed(0, view)
+        return crc.table()
+
+    def commit(
+        self,
+        step: int,
+        train_state: Mapping[str, Any],
+        checksums: Mapping[str, Table],
+        retain: int = 1,
+    ) -> Generation:
+        """Make what this step left the current generation; every resident was flushed."""
+        generation = self._store.commit(
+            step=step, train_state=train_state, checksums=checksums, retain=retain
+        )
+        self._opened_slot = None  # from here on every slot that is read was written by this run
+        self._output = None
+        return generation
+
+    def close(self) -> None:
+        """Let go of the residents, so that the arena can be closed; the store stays open."""
+        self._residents.clear()
+
+    def _required_output(self) -> int:
+        if self._output is None:
+            raise ValueError("no step has begun: nothing may be written")
+        return self._output
+
+    def _count(self, *, read: int = 0, written: int = 0) -> None:
+        with self._guard:
+            self._traffic[Tier.NVME].read_bytes += read
+            self._traffic[Tier.NVME].written_bytes += written
+
+
+class _FirstPass:
+    """The check of a record's committed chunks the first time they are read after opening."""
+
+    def __init__(self, record: Record, store: StoreWriter) -> None:
+        self._name = record.name
+        self._store = store
+        self._crc = ChunkCrc(record)
+        self._chunk_nbytes = record.geometry.chunk_nbytes
+        self._left = set(range(record.geometry.chunk_count))
+        self._guard = threading.Lock()
+
+    @property
+    def done(self) -> bool:
+        return not self._left
+
+    def check(self, offset: int, data: memoryview) -> None:
+        with self._guard:
+            if self._repeats(offset, memoryview(data).nbytes):
+                return
+            for chunk in self._crc.feed(offset, data):
+                self._compare(chunk)
+                self._left.discard(chunk)
+
+    def _repeats(self, offset: int, nbytes: int) -> bool:
+        """Whether a read is of what the pass has seen: fed, it would begin the chunk anew."""
+        chunk, start = divmod(offset, self._chunk_nbytes)
+        return start == 0 and nbytes <= self._crc.fed(chunk)
+
+    def _compare(self, chunk: int) -> None:
+        found, place = self._crc.value(chunk), self._store.chunk(self._name, chunk)
+        if found != place.crc:
+            raise CorruptionError(
+                f"record {self._name}: chunk {chunk} is damaged on drive {place.drive}: "
+                f"{place.path} at offset {place.offset}, {place.nbytes} B: crc32c is "
+                f"{found:08x}, expected {place.crc:08x}"
+            )

@@ -1,0 +1,108 @@
+"""Reading one committed generation, which stays as it is for as long as it is open."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from tiering import lock
+from tiering.checksum import Table
+from tiering.drives import open_drives
+from tiering.errors import CorruptionError, RefusedError
+from tiering.generations import checksums_of, read_manifest, read_root
+from tiering.manifest import Generation, Root
+from tiering.opened import ChunkRef, OpenStore, records_of
+from tiering.slots import locate, read_metadata
+
+
+class StoreReader(OpenStore):
+    """A hold on one generation: no writer reuses its slot before ``close``."""
+
+    def __init__(self, path: Path, root: Root, generation: Generation, hold: int) -> None:
+        self.root = root
+        self.generation = generation
+        self._hold = hold
+        self.manifest, self._table = read_manifest(path, root, generation)
+        drives = open_drives(path, root.uuid, root.drives)
+        documents = read_metadata(path, generation.slot, self.manifest.metadata)
+        records = records_of(self.manifest, documents)
+        locations = locate(path, generation.slot, records=list(records.values()), drives=drives)
+        super().__init__(
+            path=path, schema=root.schema, records=records, drives=drives, writable=False
+        )
+        self._files.attach(generation.slot, locations)
+
+    def read(self, record_name: str, offset: int, out: memoryview) -> None:
+        """Fill ``out`` with the record's bytes at ``offset``; any alignment will do.
+
+        The checksums are not looked at: ``checksums`` has them.
+        """
+        self._files.read(self.generation.slot, record_name, offset, out)
+
+    def checksums(self, name: str) -> Table:
+        """Return the crc32c of every chunk of a record, as committed."""
+        return checksums_of(name, self.manifest, self._table)
+
+    def chunks(self, name: str) -> Iterator[ChunkRef]:
+        """Yield where every chunk of a record lies and what its crc32c has to be."""
+        for index in range(self.records[name].geometry.chunk_count):
+            yield self.chunk(name, index)
+
+    def chunk(self, name: str, index: int) -> ChunkRef:
+        """Return where one chunk of a record lies and what its crc32c has to be."""
+        return self._chunk(name, index, self.generation.slot, self.checksums(name))
+
+    def close(self) -> None:
+        """Close every file, then give the generation back."""
+        if self._hold >= 0:
+            super().close()
+            os.close(self._hold)
+            self._hold = -1
+
+
+def open_reader(path: str | os.PathLike[str], *, generation: int | None = None) -> StoreReader:
+    """Open the current or the given generation of a store for reading.
+
+    Raises:
+        RefusedError: There is no store at ``path``, or no such generation in it.
+        CorruptionError: A manifest, metadata, drive, link or shard is not what was committed.
+    """
+    store = Path(os.path.abspath(path))
+    root, found, hold = _hold_generation(store, generation)
+    try:
+        return StoreReader(store, root, found, hold)
+    except BaseException:
+        os.close(hold)
+        raise
+
+
+def _hold_generation(store: Path, number: int | None) -> tuple[Root, Generation, int]:
+    """Return a listed generation and a hold on it.
+
+    The root is read again under the hold: a commit in between may have dropped the generation,
+    and its slot may be in use already. Each retry means that another commit went through.
+    """
+    root = read_root(store)
+    while True:
+        generation = _find(store, root, number)
+        path = store / generation.folder / "manifest.json"
+        fd = lock.hold(path)
+        root = read_root(store)
+        listed = root.find(generation.number) == generation
+        if fd is not None and listed:
+            return root, generation, fd
+        if fd is not None:
+            os.close(fd)
+        elif listed:
+            raise CorruptionError(f"{path}: missing, though {store / 'zarr.json'} lists it")
+
+
+def _find(store: Path, root: Root, number: int | None) -> Generation:
+    if number is None:
+        return root.latest
+    generation = root.find(number)
+    if generation is None:
+        listed = ", ".join(str(g.number) for g in root.generations)
+        raise RefusedError(f"{store}: no generation {number}; there is {listed}")
+    return generation

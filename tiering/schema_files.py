@@ -1,0 +1,74 @@
+"""Files that never change after a store is created, each checked when it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+
+from tiering import fsops
+from tiering.errors import CorruptionError
+from tiering.manifest import digest, encode_json, parse_object
+
+
+def write_schema_files(store: Path, files: Mapping[str, bytes]) -> str:
+    """Write ``files`` below ``schema/<digest>/`` and return the digest of their list.
+
+    Their names are durable after a sync of the file system.
+    """
+    index = encode_json({name: digest(data) for name, data in sorted(files.items())})
+    key = digest(index)
+    folder = store / "schema" / key
+    fsops.make_dir(folder)
+    for name, data in files.items():
+        _make_parents(folder, _checked(name))
+        fsops.write_file(folder / name, data)
+    fsops.write_file(_index_path(store, key), index)
+    return key
+
+
+def _checked(name: str) -> PurePosixPath:
+    path = PurePosixPath(name)
+    if not name or path.is_absolute() or str(path) != name or ".." in path.parts:
+        raise ValueError(f"schema file {name!r}: not a plain relative path")
+    return path
+
+
+def _make_parents(folder: Path, name: PurePosixPath) -> None:
+    for parent in reversed(name.parents[:-1]):
+        if not (folder / parent).is_dir():
+            fsops.make_dir(folder / parent)
+
+
+def _index_path(store: Path, key: str) -> Path:
+    return store / "schema" / f"{key}.json"
+
+
+def schema_digests(store: Path, key: str) -> dict[str, str]:
+    """Return the sha256 of every schema file by name."""
+    path = _index_path(store, key)
+    data = _read(path)
+    if digest(data) != key:
+        raise CorruptionError(f"{path}: found sha256 {digest(data)}, expected {key}")
+    return {name: str(value) for name, value in parse_object(data, path).items()}
+
+
+def read_schema_file(store: Path, key: str, name: str) -> bytes:
+    """Return the content of one schema file.
+
+    Raises:
+        KeyError: There is none of that name.
+        CorruptionError: It is missing or was changed.
+    """
+    expected = schema_digests(store, key)[name]
+    path = store / "schema" / key / name
+    data = _read(path)
+    if digest(data) != expected:
+        raise CorruptionError(f"{path}: found sha256 {digest(data)}, expected {expected}")
+    return data
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError as error:
+        raise CorruptionError(f"{path}: missing; it was written when the store was made") from error

@@ -1,0 +1,184 @@
+"""The files of a slot: a Zarr group whose shards lie on the drives behind relative links."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tiering import fsops
+from tiering.drives import Drive
+from tiering.errors import CorruptionError, StorageError
+from tiering.manifest import digest
+from tiering.records import Record
+from tiering.zarr_documents import array_document, group_document, shard_index
+
+_TARGET = re.compile(r"\.\./\.\./\.\./\.\./drives/(\d+)/([^/]+)")
+
+Places = Mapping[str, tuple[int, ...]]  # record name -> drive number of each shard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """Where one shard lies."""
+
+    drive: int
+    path: Path
+
+
+Locations = Mapping[str, tuple[Shard, ...]]  # record name -> its shards in order
+
+
+def round_robin(records: Sequence[Record], drive_count: int) -> Places:
+    """Return a place for every shard, so that consecutive shards lie on different drives."""
+    places = {}
+    following = 0
+    for record in records:
+        count = record.geometry.shard_count
+        places[record.name] = tuple((following + i) % drive_count for i in range(count))
+        following += count
+    return places
+
+
+def slot_folder(store: Path, slot: int) -> Path:
+    """Return the folder of ``slot``."""
+    return store / "slots" / str(slot)
+
+
+def file_name(slot: int, record: Record, shard: int) -> str:
+    """Return the name of a shard's file on its drive."""
+    return f"{'shared' if record.shared else slot}.{record.name}.{shard}"
+
+
+def metadata_documents(records: Sequence[Record]) -> dict[str, bytes]:
+    """Return every metadata file of a new slot, by its path below the slot."""
+    arrays = {f"{record.name}/zarr.json": array_document(record) for record in records}
+    return {"zarr.json": group_document(), **arrays}
+
+
+def create_slot(
+    store: Path,
+    slot: int,
+    *,
+    records: Sequence[Record],
+    documents: Mapping[str, bytes],
+    drives: Sequence[Drive],
+    places: Places,
+) -> None:
+    """Create every file of ``slot``; it reads as zeros, and is durable after a sync of the drives.
+
+    Shared records get their files with the first slot and links with every other. The group's
+    metadata comes last: a slot without it was not finished.
+    """
+    folder = slot_folder(store, slot)
+    fsops.make_dir(folder)
+    for record in records:
+        array = folder / record.name
+        fsops.make_dir(array)
+        fsops.make_dir(array / "c")
+        fsops.create_file(array / "zarr.json", documents[f"{record.name}/zarr.json"])
+        for shard, number in enumerate(places[record.name]):
+            name = file_name(slot, record, shard)
+            _create_shard(drives[number].folder / name, record, shard)
+            fsops.symlink(f"../../../../drives/{number}/{name}", array / "c" / str(shard))
+    fsops.create_file(folder / "zarr.json", documents["zarr.json"])
+
+
+def _create_shard(path: Path, record: Record, shard: int) -> None:
+    if not (record.shared and path.exists()):
+        nbytes = record.geometry.file_nbytes(shard)
+        fsops.create_sparse(path, nbytes, shard_index(record, shard))
+
+
+def delete_slot(store: Path, slot: int, *, drives: Sequence[Drive]) -> None:
+    """Remove every file of ``slot``, finished or not; files of shared records stay."""
+    for drive in drives:
+        for path in sorted(drive.folder.glob(f"{slot}.*")):
+            fsops.unlink(path)
+    fsops.remove_tree(slot_folder(store, slot))
+
+
+def existing_slots(store: Path) -> list[int]:
+    """Return the numbers of all slots, finished or not."""
+    folder = store / "slots"
+    if not folder.is_dir():
+        raise CorruptionError(f"{folder}: folder missing")
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
+
+
+def read_metadata(store: Path, slot: int, digests: Mapping[str, str]) -> dict[str, bytes]:
+    """Return every metadata file of ``slot``, none of which changed since the store was made."""
+    folder = slot_folder(store, slot)
+    return {name: _read_checked(folder / name, expected) for name, expected in digests.items()}
+
+
+def _read_checked(path: Path, expected: str) -> bytes:
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError as error:
+        raise CorruptionError(f"{path}: metadata is missing, expected sha256 {expected}") from error
+    except OSError as error:
+        raise StorageError("read", path, errno=error.errno or 0) from error
+    found = digest(data)
+    if found != expected:
+        raise CorruptionError(
+            f"{path}: metadata changed: found sha256 {found}, expected {expected}"
+        )
+    return data
+
+
+def locate(
+    store: Path, slot: int, *, records: Sequence[Record], drives: Sequence[Drive]
+) -> Locations:
+    """Return where the shards of ``slot`` lie, after checking every link and length."""
+    folder = slot_folder(store, slot)
+    return {
+        record.name: tuple(
+            _locate_shard(folder / record.name / "c" / str(shard), slot, record, shard, drives)
+            for shard in range(record.geometry.shard_count)
+        )
+        for record in records
+    }
+
+
+def _locate_shard(
+    link: Path, slot: int, record: Record, shard: int, drives: Sequence[Drive]
+) -> Shard:
+    name = file_name(slot, record, shard)
+    try:
+        target = os.readlink(link)
+    except OSError as error:
+        raise CorruptionError(
+            f"{link}: {error.strerror}, expected a link to shard {name}"
+        ) from error
+    match = _TARGET.fullmatch(target)
+    if not match or match[2] != name or int(match[1]) >= len(drives):
+        raise CorruptionError(
+            f"{link}: links to {target}, expected ../../../../drives/N/{name} "
+            f"with N below {len(drives)}"
+        )
+    drive = drives[int(match[1])]
+    _check_length(drive, drive.folder / name, link, record.geometry.file_nbytes(shard))
+    return Shard(drive=drive.number, path=drive.folder / name)
+
+
+def _check_length(drive: Drive, path: Path, link: Path, expected: int) -> None:
+    try:
+        found = path.stat().st_size
+    except FileNotFoundError as error:
+        raise CorruptionError(
+            f"drive {drive.number}: shard {path} is missing, expected {expected} B "
+            f"(linked from {link})"
+        ) from error
+    if found != expected:
+        what = "truncated" if found < expected else "too long"
+        raise CorruptionError(
+            f"drive {drive.number}: shard {path} is {what}: {found} B, expected {expected} B"
+        )
+
+
+def places_of(locations: Locations) -> Places:
+    """Return the drive of every shard."""
+    return {name: tuple(s.drive for s in shards) for name, shards in locations.items()}

@@ -1,0 +1,17 @@
+"""The doors of a store: create it, open it for writing, open it for reading."""
+
+from __future__ import annotations
+
+from tiering.creation import create_store
+from tiering.opened import ChunkRef
+from tiering.reader import StoreReader, open_reader
+from tiering.writer import StoreWriter, open_writer
+
+__all__ = [
+    "ChunkRef",
+    "StoreReader",
+    "StoreWriter",
+    "create_store",
+    "open_reader",
+    "open_writer",
+]
