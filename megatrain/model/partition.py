@@ -11,7 +11,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 import torch
 from torch import nn
@@ -19,9 +18,7 @@ from torch import nn
 from checkpoint.schema import Tensor, Unit
 from tiering.errors import RefusedError
 
-VIEWS_KEPT = 4  # buffers per unit whose views are kept: double buffering, twice over
-
-V = TypeVar("V")
+BUFFERS_KEPT = 2  # per unit; with double buffers a unit meets one of two
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,21 +30,21 @@ class Seat:
     tensor: Tensor
 
 
-class _Recent(Generic[V]):
-    """What was made from the last few buffers.
+class _Bound:
+    """The parameters that were made of the last few buffers.
 
-    A value holds its buffer's storage, so an address cannot come to mean another buffer meanwhile.
+    They hold their buffer's memory, so an address cannot come to mean another buffer meanwhile.
     """
 
-    def __init__(self, make: Callable[[torch.Tensor], V]) -> None:
+    def __init__(self, make: Callable[[torch.Tensor], list[nn.Parameter]]) -> None:
         self._make = make
-        self._kept: OrderedDict[tuple[int, torch.dtype], V] = OrderedDict()
+        self._kept: OrderedDict[tuple[int, int], list[nn.Parameter]] = OrderedDict()
 
-    def __getitem__(self, flat: torch.Tensor) -> V:
-        key = (flat.data_ptr(), flat.dtype)
-        value = self._kept.pop(key, None)
-        self._kept[key] = self._make(flat) if value is None else value
-        if len(self._kept) > VIEWS_KEPT:
+    def __getitem__(self, flat: torch.Tensor) -> list[nn.Parameter]:
+        key = (flat.data_ptr(), flat.numel())
+        parameters = self._kept.pop(key, None)
+        self._kept[key] = self._make(flat) if parameters is None else parameters
+        if len(self._kept) > BUFFERS_KEPT:
             self._kept.popitem(last=False)
         return self._kept[key]
 
@@ -59,7 +56,8 @@ class Binding:
     """The seats of some tensors of one unit, and the flat buffer that holds them while bound.
 
     ``origin`` is the offset in the record at which the buffers start, ``length`` their length in
-    elements. Not reentrant, and used by one thread at a time.
+    elements. The last ``BUFFERS_KEPT`` buffers of weights are kept alive until ``release``. Not
+    reentrant, and used by one thread at a time.
     """
 
     def __init__(self, seats: Sequence[Seat], *, length: int, origin: int = 0) -> None:
@@ -67,8 +65,7 @@ class Binding:
         self.length = length
         self.origin = origin
         self._absent = [seat.module._parameters[seat.attribute] for seat in self.seats]
-        self._parameters = _Recent(self._make_parameters)
-        self._gradients = _Recent(self.views)
+        self._parameters = _Bound(self._make_parameters)
         self._sink: Sequence[torch.Tensor] = ()
         self._in_place = False
         self._touched: set[str] = set()
@@ -94,7 +91,7 @@ class Binding:
         one by one as they arrive, so that never more than one of them exists.
         """
         parameters = self._parameters[flat]
-        self._sink, self._touched = self._gradients[grads], set()
+        self._sink, self._touched = self.views(grads), set()
         self._in_place = grads.dtype == flat.dtype
         if self._in_place:
             for parameter, view in zip(parameters, self._sink, strict=True):
@@ -130,9 +127,8 @@ class Binding:
         ]
 
     def release(self) -> None:
-        """Forget every buffer that was bound, so that its memory can be given back."""
+        """Forget the buffers that were bound, so that their memory can be given back."""
         self._parameters.clear()
-        self._gradients.clear()
 
     def _seat(self, parameters: Iterable[nn.Parameter | None]) -> None:
         for seat, parameter in zip(self.seats, parameters, strict=True):

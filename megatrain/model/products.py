@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-BLOCK_LENGTH = 1 << 20  # elements widened at once: 4 MiB of float32, which stays in the cache
+BLOCK_LENGTH = 1 << 21  # elements widened at once, 8 MiB of float32: near the cache, few barriers
 NATIVE_BF16 = ("amx_bf16", "avx512_bf16", "bf16", "sve_bf16")  # names of torch.cpu
 
 Add = Callable[[torch.Tensor, torch.Tensor], None]

@@ -27,7 +27,7 @@ from tiering.errors import RefusedError
 
 
 class Batch(Protocol):
-    """One micro-batch; ``targets`` are shifted, ``IGNORED`` where there is none."""
+    """What the front needs of a micro-batch; the targets go to the head alone."""
 
     @property
     def input_ids(self) -> torch.Tensor:
@@ -72,9 +72,12 @@ class StreamedModel:
     """The mathematics of one causal LM, cut at its layers.
 
     ``units`` are ``outer_in``, the layers in order, and ``outer_out``. Weights have data type
-    ``dtype``; accumulators of gradients may have it too, or be float32. Every method runs on
-    ``device`` and on its current stream, and is called by one thread at a time; none but the
-    constructor waits for the device. ``buffers`` are the values of persistent buffers.
+    ``dtype``; accumulators of gradients may have it too, or be float32. ``buffers`` are the values
+    of persistent buffers. Every method runs on ``device`` and on its current stream, and is called
+    by one thread at a time; none waits for the device, unless the model's own code does.
+
+    Buffers are read or added to during a call only, but each unit keeps the last two buffers of its
+    weights alive until ``release``: pass the same few again and again, not fresh ones.
 
     Raises:
         RefusedError: The model is of a family without a parity test and ``any_family`` is off, is
@@ -213,7 +216,7 @@ class StreamedModel:
         return frozenset(touched)
 
     def release(self) -> None:
-        """Forget all buffers, so that their memory can be given back."""
+        """Forget all buffers of weights, so that their memory can be given back."""
         for binding in (self._rest, *self._layers, self._outer_out):
             binding.release()
 

@@ -50,7 +50,9 @@ def read_config(config_dir: Path, *, any_family: bool) -> Any:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(config_dir, local_files_only=True)
+        config = AutoConfig.from_pretrained(
+            config_dir, local_files_only=True, trust_remote_code=False
+        )
     except (OSError, ValueError, KeyError) as error:
         raise RefusedError(f"{config_dir}: no usable model configuration: {error}") from error
     if not any_family:
@@ -80,7 +82,7 @@ def build(
 
     try:
         with _parameters_on_meta():
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     except (ValueError, ImportError) as error:
         raise RefusedError(f"cannot build a {config.model_type} causal LM: {error}") from error
     model.train()

@@ -118,13 +118,14 @@ def test_the_loss_chunk_does_not_matter_in_float32(chunk: int, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("chunk", [8, 64])
 def test_bfloat16_gradients_are_those_of_plain_bfloat16(
-    grad_dtype: torch.dtype, tmp_path: Path
+    chunk: int, grad_dtype: torch.dtype, tmp_path: Path
 ) -> None:
     plain = make_plain("llama", tmp_path, tied=True)
     for parameter in plain.parameters():  # .to() would round the rotary table as well
         parameter.data = parameter.data.bfloat16()
-    driver = Driver(tmp_path, plain, dtype=torch.bfloat16, grad_dtype=grad_dtype, loss_chunk=64)
+    driver = Driver(tmp_path, plain, dtype=torch.bfloat16, grad_dtype=grad_dtype, loss_chunk=chunk)
     batches = window(0, padded=False)[:1]
     loss = driver.gradients(batches)
     assert loss == pytest.approx(Plain(plain, AdamW()).gradients(batches), rel=1e-3)

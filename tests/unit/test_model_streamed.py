@@ -78,31 +78,42 @@ def test_gradients_are_added_to_what_the_accumulator_holds(tmp_path: Path) -> No
     torch.testing.assert_close(backward(once.clone()), once + once)
 
 
-def test_a_call_leaves_neither_gradients_nor_weights_behind(tmp_path: Path) -> None:
-    driver = Driver(tmp_path, make_plain("llama", tmp_path, tied=True))
-    driver.step([make_batch(0)])
-    held = [StorageWeakRef(flat.untyped_storage()) for flat in driver.weights + driver.grads]
-    model = driver.model
-    model.release()
-    driver.weights, driver.grads = [], []
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_accumulators_are_not_held_after_a_call(grad_dtype: torch.dtype, tmp_path: Path) -> None:
+    plain = make_plain("llama", tmp_path, tied=True)
+    driver = Driver(tmp_path, plain, dtype=torch.bfloat16, grad_dtype=grad_dtype)
+    driver.gradients([make_batch(0)])
+    held = [StorageWeakRef(grads.untyped_storage()) for grads in driver.grads]
+    driver.grads = []
     gc.collect()
     assert all(storage.expired() for storage in held)
-    assert all(p.is_meta and p.grad is None for p in model._template.model.parameters())
+
+
+def test_weights_are_not_held_after_a_release(tmp_path: Path) -> None:
+    plain = make_plain("llama", tmp_path, tied=True)
+    driver = Driver(tmp_path, plain, dtype=torch.bfloat16)
+    driver.gradients([make_batch(0)])
+    held = [StorageWeakRef(weights.untyped_storage()) for weights in driver.weights]
+    driver.model.release()
+    driver.weights = []
+    gc.collect()
+    assert all(storage.expired() for storage in held)
+    assert all(p.is_meta and p.grad is None for p in driver.model._template.model.parameters())
 
 
 def test_a_view_of_an_old_buffer_is_never_taken_for_a_new_one(tmp_path: Path) -> None:
     driver = Driver(tmp_path, make_plain("llama", tmp_path, tied=True))
     batch = make_batch(0)
     captured = driver.model.capture(batch, driver.outer_in([batch]), seed=0)
-    flat = driver.weights[1]
-    for scale in (1.0, 2.0, 3.0, 4.0, 5.0, 6.0):
-        buffer = flat * scale
-        found = driver.model.forward_layer(0, buffer, captured.hidden, captured.calls[0], seed=0)
-        flat_again = (flat * scale).clone()
-        expected = driver.model.forward_layer(
-            0, flat_again, captured.hidden, captured.calls[0], seed=0
-        )
-        assert torch.equal(found, expected)
+
+    def forward(weights: torch.Tensor) -> torch.Tensor:
+        return driver.model.forward_layer(0, weights, captured.hidden, captured.calls[0], seed=0)
+
+    buffers = [driver.weights[1] * scale for scale in range(1, 5)]
+    outputs = [forward(buffer) for buffer in [*buffers, *buffers]]
+    for output, buffer in zip(outputs, [*buffers, *buffers], strict=True):
+        driver.model.release()
+        assert torch.equal(output, forward(buffer))
 
 
 def test_only_the_window_s_rows_of_the_table_are_needed_and_all_of_them(tmp_path: Path) -> None:
