@@ -8,9 +8,10 @@ from collections.abc import Iterator
 import torch
 
 from megatrain.ops import ArenaName, Op
-from megatrain.shape import PIECE
 from megatrain.stage import Stage, StepState, held
 from megatrain.streaming import accumulator_dtype
+
+SQUARES = 1 << 15  # elements; torch sums so few in one thread: the cores belong to the backward
 
 
 class Gradients:
@@ -19,7 +20,7 @@ class Gradients:
     def __init__(self, stage: Stage, *, max_norm: float | None) -> None:
         self.stage = stage
         self.max_norm = max_norm
-        self._piece = torch.empty(PIECE, dtype=torch.float32)
+        self._piece = torch.empty(SQUARES, dtype=torch.float32)
 
     def copy_grads(self, op: Op, state: StepState) -> None:
         """Round a span of the device's accumulator into its slab, or into its place in RAM."""
@@ -54,7 +55,7 @@ class Gradients:
         before = len(state.squares)
         for piece in self._pieces(op, state):
             scratch = self._piece[: len(piece)].copy_(piece)
-            state.squares.append(float(torch.dot(scratch, scratch)))
+            state.squares.append(float(scratch.square_().sum()))
         if not all(math.isfinite(square) for square in state.squares[before:]):
             state.odd_units.append(op.unit)
 
@@ -86,6 +87,6 @@ class Gradients:
 
 
 def cut(flat: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Cut a 1-D tensor into pieces."""
-    for at in range(0, len(flat), PIECE):
-        yield flat[at : at + PIECE]
+    """Cut a 1-D tensor into the pieces whose squares are summed."""
+    for at in range(0, len(flat), SQUARES):
+        yield flat[at : at + SQUARES]

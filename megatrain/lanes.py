@@ -80,8 +80,13 @@ class CpuLanes:
             threading.Thread(target=self._serve, args=(lane,), name=f"lane-{lane}", daemon=True)
             for lane in Lane
         ]
-        for thread in self._threads:
-            thread.start()
+        self._counted = threading.Semaphore(0)
+        # narrow lanes first: torch counts OpenMP threads per thread, but MKL's for the process,
+        # and the last to set them decides how many cores a matrix product has
+        threads_of = dict(zip(Lane, self._threads, strict=True))
+        for lane in sorted(Lane, key=self._cores.__getitem__):
+            threads_of[lane].start()
+            self._counted.acquire()
 
     def run(self, ops: Sequence[Op], handle: Handler) -> None:
         """Run ``ops``; see :class:`Lanes`."""
@@ -101,7 +106,9 @@ class CpuLanes:
             thread.join()
 
     def _serve(self, lane: Lane) -> None:
-        torch.set_num_threads(self._cores[lane])  # per thread, as is the grad mode
+        torch.get_num_threads()  # a thread's first use of torch sets its count: not after ours
+        torch.set_num_threads(self._cores[lane])
+        self._counted.release()
         with torch.no_grad():
             while (job := self._queues[lane].get()) is not None:
                 try:

@@ -123,11 +123,21 @@ class Step:
     shape: Shape
     sizes: Sizes
     placement: Mapping[str, Tier]
+    device_in_ram: bool = False
     commit: bool = True
 
     def tier(self, unit: str, role: str) -> Tier:
         """Return where the record of ``role`` of ``unit`` lives."""
         return self.placement[f"{unit}.{role}"]
+
+    def in_place(self, unit: str) -> bool:
+        """Return whether the device computes with a unit's streamed record where it lies."""
+        return self.device_in_ram and self.resident(unit, self.shape.streamed)
+
+    def gradients_in_place(self) -> bool:
+        """Return whether the device adds up a layer's gradient where it waits for its update."""
+        same = self.shape.layer_accumulator_itemsize == self.shape.grad_itemsize
+        return self.device_in_ram and self.sizes.gradients_in_ram and same
 
     def resident(self, unit: str, role: str) -> bool:
         """Return whether that record lives in memory that the host can address."""

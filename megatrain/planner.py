@@ -49,7 +49,6 @@ class Plan:
     ops: tuple[Op, ...]
     arenas: Arenas
     records: Mapping[str, Record]
-    device_in_ram: bool
     ram: int
 
     @property
@@ -71,7 +70,7 @@ class Plan:
 
     def on_host(self, arena: ArenaName) -> bool:
         """Return whether an arena counts against ``memory.ram``."""
-        return self.device_in_ram or arena not in DEVICE_ARENAS
+        return self.step.device_in_ram or arena not in DEVICE_ARENAS
 
     @property
     def traffic(self) -> Mapping[Tier, Traffic]:
@@ -89,11 +88,11 @@ class Plan:
     def gradient_places(self) -> Mapping[str, Take]:
         """Return where each unit's dense gradient waits in RAM for its update."""
         return {
-            op.unit: op.target
+            op.unit: op.source
             for op in self.ops
-            if op.kind is Kind.COPY_GRADS
-            and op.target is not None
-            and op.target.arena is ArenaName.GRADIENTS
+            if op.kind is Kind.SUM_SQUARES
+            and op.source is not None
+            and op.source.arena is ArenaName.GRADIENTS
         }
 
     def without_commit(self) -> tuple[Op, ...]:
@@ -209,14 +208,13 @@ def assemble(
     order = placement_order(shape, records)
     total = sum(record.padded_nbytes for record in order)
     placement = place(order, {Tier.PINNED: resident, Tier.NVME: total})
-    step = Step(shape=shape, sizes=sizes, placement=placement)
+    step = Step(shape=shape, sizes=sizes, placement=placement, device_in_ram=budget.device_in_ram)
     ops = build(step)
     return Plan(
         step=step,
         ops=ops,
         arenas=arenas_of(ops),
         records={record.name: record for record in order},
-        device_in_ram=budget.device_in_ram,
         ram=budget.ram,
     )
 

@@ -185,10 +185,21 @@ class _StepBuilder:
         """Bytes that a direct transfer of ``length`` elements moves."""
         return round_up(length * itemsize, 4096)
 
-    def load_layer(self, unit: UnitShape) -> tuple[Take, int]:
+    def reads_in_place(self, unit: str, length: int) -> list[Move]:
+        """Return what the device reads of a record that it computes with in place."""
+        if not self.step.in_place(unit):
+            return []
+        role = self.shape.streamed
+        nbytes = length * self.shape.itemsize(role)
+        return [Move(tier=self.step.tier(unit, role), read=nbytes)]
+
+    def load_layer(self, unit: UnitShape) -> tuple[Take | None, tuple[int, ...]]:
+        """Bring a layer into a buffer; None when the device computes with its record in place."""
+        if self.step.in_place(unit.name):
+            return None, ()
         nbytes = unit.length * self.shape.itemsize(self.shape.streamed)
         buffer, reuse = self.buffers.take(nbytes)
-        return buffer, self.load(unit.name, 0, unit.length, buffer, deps=reuse, fresh=True)
+        return buffer, (self.load(unit.name, 0, unit.length, buffer, deps=reuse, fresh=True),)
 
     # -- forward -------------------------------------------------------------------------------
 
@@ -237,13 +248,15 @@ class _StepBuilder:
                 Lane.COMPUTE,
                 Kind.FORWARD,
                 unit.name,
-                deps=(loaded,),
+                deps=loaded,
                 takes=(self.activations[index + 1],),
-                frees=(buffer,),
+                frees=_some(buffer),
                 source=buffer,
+                moves=self.reads_in_place(unit.name, unit.length),
                 flops=2.0 * shape.tokens * unit.length,
             )
-            self.buffers.free(buffer, done)
+            if buffer:
+                self.buffers.free(buffer, done)
 
     # -- backward ------------------------------------------------------------------------------
 
@@ -251,25 +264,56 @@ class _StepBuilder:
         """Head with its loss, the layers in reverse, the outer part, then the norm."""
         self.head()
         for index, unit in reversed(list(enumerate(self.shape.layers))):
-            buffer, loaded = self.load_layer(unit)
-            accumulator, reuse = self.accumulators.take(self.shape.accumulator_nbytes(unit))
-            done = self.add(
-                Lane.COMPUTE,
-                Kind.BACKWARD,
-                unit.name,
-                deps=(loaded, *reuse),
-                takes=(accumulator,),
-                frees=(buffer, self.activations[index + 1]),
-                source=buffer,
-                target=accumulator,
-                flops=6.0 * self.shape.tokens * unit.length,
-            )
-            self.buffers.free(buffer, done)
-            last = self.grads_out(unit.name, unit.length, accumulator, done)
-            self.free_at(last, accumulator)
-            self.accumulators.free(accumulator, last)
+            self.backward_layer(index, unit)
         self.outer_backward()
         self.norm = self.add(Lane.HOST, Kind.NORM, "", deps=self.squares)
+
+    def backward_layer(self, index: int, unit: UnitShape) -> None:
+        buffer, loaded = self.load_layer(unit)
+        in_place = self.step.gradients_in_place()
+        reuse: tuple[int, ...] = ()
+        if in_place:
+            accumulator = self.gradient_place(unit.name, unit.length)
+        else:
+            accumulator, reuse = self.accumulators.take(self.shape.accumulator_nbytes(unit))
+        done = self.add(
+            Lane.COMPUTE,
+            Kind.BACKWARD,
+            unit.name,
+            deps=(*loaded, *reuse),
+            takes=(accumulator,),
+            frees=(*_some(buffer), self.activations[index + 1]),
+            source=buffer,
+            target=accumulator,
+            moves=self.reads_in_place(unit.name, unit.length),
+            flops=6.0 * self.shape.tokens * unit.length,
+        )
+        if buffer:
+            self.buffers.free(buffer, done)
+        if in_place:
+            self.sum_in_place(unit, accumulator, done)
+            return
+        last = self.grads_out(unit.name, unit.length, accumulator, done)
+        self.free_at(last, accumulator)
+        self.accumulators.free(accumulator, last)
+
+    def gradient_place(self, unit: str, length: int) -> Take:
+        """Return where a unit's gradient waits in RAM."""
+        nbytes = self.padded(length, self.shape.grad_itemsize)
+        index = len(self.held_grads)
+        take = Take(arena=ArenaName.GRADIENTS, index=index, nbytes=nbytes)
+        self.held_grads[unit] = take
+        return take
+
+    def sum_in_place(self, unit: UnitShape, place: Take, done: int) -> None:
+        """Add up the squares of a gradient that never leaves its place."""
+        ready = self.grads_ready.setdefault(unit.name, {})
+        for a, b in spans(0, unit.length, self.sizes.slab_length):
+            square = self.add(
+                Lane.HOST, Kind.SUM_SQUARES, unit.name, (a, b), deps=(done,), source=place
+            )
+            self.squares.append(square)
+            ready[a] = square
 
     def head(self) -> None:
         shape = self.shape
@@ -282,19 +326,24 @@ class _StepBuilder:
         self.outer_accumulator = Take(
             arena=ArenaName.OUTER_ACCUMULATOR, index=0, nbytes=shape.outer_accumulator_nbytes
         )
-        deps = [self.load(out.name, 0, out.length, buffer, deps=(), fresh=True)]
+        parts = [(out.name, out.length)]
         if shape.tied:
-            outer = shape.outer_in.name
-            deps.append(self.load(outer, 0, shape.table_length, buffer, deps=(), fresh=False))
+            parts.append((shape.outer_in.name, shape.table_length))
+        loads = [part for part in parts if not self.step.in_place(part[0])]
+        deps = [
+            self.load(name, 0, length, buffer, deps=(), fresh=number == 0)
+            for number, (name, length) in enumerate(loads)
+        ]
         done = self.add(
             Lane.COMPUTE,
             Kind.HEAD,
             out.name,
             deps=deps,
             takes=(accumulator, self.outer_accumulator, self.activations[-1]),
-            frees=(buffer,),
-            source=buffer,
+            frees=(buffer,) if loads else (),
+            source=buffer if loads else None,
             target=accumulator,
+            moves=[move for part in parts for move in self.reads_in_place(*part)],
             flops=6.0 * shape.tokens * (shape.table_length if shape.tied else out.length),
         )
         last = self.grads_out(out.name, out.length, accumulator, done)
@@ -315,9 +364,7 @@ class _StepBuilder:
         last = done
         no_reuse: tuple[int, ...] = ()
         if keep:
-            index = len(self.held_grads)
-            nbytes = self.padded(length, itemsize)
-            self.held_grads[unit] = Take(arena=ArenaName.GRADIENTS, index=index, nbytes=nbytes)
+            self.gradient_place(unit, length)
         for a, b in spans(0, length, self.sizes.slab_length):
             if keep:
                 slab, reuse = self.held_grads[unit], no_reuse
@@ -522,3 +569,7 @@ class _StepBuilder:
         """Make the working slot the next generation."""
         if self.step.commit:
             self.add(Lane.HOST, Kind.COMMIT, "", deps=(*self.updates[-1:], *self.flushes[-1:]))
+
+
+def _some(take: Take | None) -> tuple[Take, ...]:
+    return () if take is None else (take,)

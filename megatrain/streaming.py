@@ -119,14 +119,13 @@ class Streaming:
         """Compute the loss and the head's gradient; set the window's rows apart."""
         stage, shape = self.stage, self.stage.shape
         out, words, hidden = shape.outer_out.length, stage.model.vocab_size, shape.hidden
-        flat = stage.span(held(op.source), stage.dtype, 0, shape.head_length)
         kind = accumulator_dtype(shape.head_accumulator_itemsize, stage.dtype)
         grads = stage.span(held(op.target), kind, 0, shape.head_length).zero_()
-        table = flat[out : out + words * hidden].view(words, hidden) if shape.tied else None
+        table = self._table(op).view(words, hidden) if shape.tied else None
         table_grads = grads[out : out + words * hidden].view(words, hidden) if shape.tied else None
         for b, batch in enumerate(state.batches):
             result = stage.model.head(
-                flat[:out],
+                self._part(op, shape.outer_out.name, 0, out),
                 table,
                 stage.activation(len(shape.layers), state, b),
                 batch.targets,
@@ -197,7 +196,22 @@ class Streaming:
 
     def _weights(self, op: Op) -> torch.Tensor:
         length = self.stage.shape.units[self.index[op.unit]].length
-        return self.stage.span(held(op.source), self.stage.dtype, 0, length)
+        return self._part(op, op.unit, 0, length)
+
+    def _table(self, op: Op) -> torch.Tensor:
+        """Return the tied table, which lies behind the last unit in the head's buffer."""
+        shape = self.stage.shape
+        length = self.stage.model.vocab_size * shape.hidden
+        return self._part(op, shape.outer_in.name, shape.outer_out.length, length)
+
+    def _part(self, op: Op, unit: str, start: int, length: int) -> torch.Tensor:
+        """Return a unit's weights: in place where the device shares the host's memory."""
+        stage = self.stage
+        if stage.plan.step.in_place(unit):
+            resident = stage.resident(unit, stage.shape.streamed)
+            assert resident is not None  # in_place() says so
+            return resident[:length]
+        return stage.span(held(op.source), stage.dtype, start, start + length)
 
 
 def extents(ids: list[int], row: int, most: int) -> Iterator[tuple[int, int, int, int]]:

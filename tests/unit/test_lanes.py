@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import threading
 
 import pytest
@@ -73,6 +74,15 @@ def test_no_lane_records_gradients_and_copies_use_one_thread(lanes):
     lanes.run([op(i, lane) for i, lane in enumerate(Lane)], look)
     assert not any(grad for grad, _ in seen.values())
     assert seen[Lane.COPY_IN][1] == seen[Lane.COPY_OUT][1] == 1
+
+
+def test_a_matrix_product_keeps_all_cores_beside_the_narrow_lanes(lanes):
+    said: list[str] = []
+    lanes.run([op(0, Lane.COMPUTE)], lambda o: said.append(torch.__config__.parallel_info()))
+    found = re.search(r"mkl_get_max_threads\(\) : (\d+)", said[0])
+    if found is None:
+        pytest.skip("this torch has no MKL")
+    assert int(found[1]) == torch.get_num_threads()
 
 
 def test_close_ends_every_thread():
