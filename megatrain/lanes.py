@@ -101,7 +101,10 @@ class CpuLanes:
             thread.join()
 
     def _serve(self, lane: Lane) -> None:
-        torch.set_num_threads(self._cores[lane])  # per thread, as is the grad mode
+        # Both are per thread. But a thread's first use of torch's pool takes the number that any
+        # thread set last: let that happen now, or every lane ends with that of the last to start.
+        torch.get_num_threads()
+        torch.set_num_threads(self._cores[lane])
         with torch.no_grad():
             while (job := self._queues[lane].get()) is not None:
                 try:
