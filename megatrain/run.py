@@ -99,7 +99,7 @@ def resume(
         state = TrainState.decode(found, _names(schema))
         config = with_sets(state.config, sets)
         state = _changed(state, config, allow=allow_changes)
-        return _run(store, schema, state, observer, stop)
+        return _run(store, schema, state, observer, stop, other_data=allow_changes)
 
 
 # -- stores ------------------------------------------------------------------------------------
@@ -209,7 +209,13 @@ def write_run_file(config: RunConfig) -> None:
 
 
 def _run(
-    store: StoreWriter, schema: Schema, state: TrainState, observer: RunObserver, stop: Stop
+    store: StoreWriter,
+    schema: Schema,
+    state: TrainState,
+    observer: RunObserver,
+    stop: Stop,
+    *,
+    other_data: bool = False,
 ) -> Outcome:
     config = state.config
     device = engines.pick_device(config.train.device)
@@ -217,7 +223,7 @@ def _run(
     with ExitStack() as stack:
         files = {name: store.schema_file(name) for name in schema.files}
         dataset = stack.enter_context(_dataset(schema, files, config))
-        state = _with_data(state, dataset)
+        state = _with_data(state, dataset, allow=other_data)
         slots = config.store.retain + 1
         observer.on_plan(plan, state, slots)
         if not state.finished:
@@ -276,13 +282,18 @@ def _dataset(schema: Schema, files: Mapping[str, bytes], config: RunConfig) -> D
     )
 
 
-def _with_data(state: TrainState, dataset: Dataset) -> TrainState:
+def _with_data(state: TrainState, dataset: Dataset, *, allow: bool) -> TrainState:
     if state.data and state.data != dataset.fingerprint:
-        raise RefusedError(
+        changed = (
             f"data.train: {state.config.data.train} has changed since the run began: sha256 "
-            f"{dataset.fingerprint[:12]}, was {state.data[:12]}; restore the file, or resume with "
-            "--allow-changes to go on with this one"
+            f"{dataset.fingerprint[:12]}, was {state.data[:12]}"
         )
+        if not allow:
+            raise RefusedError(
+                f"{changed}; restore the file, or resume with --allow-changes to go on with this "
+                "one"
+            )
+        log.warning("%s; going on with this one", changed)
     return replace(state, data=dataset.fingerprint)
 
 
@@ -297,8 +308,7 @@ def _changed(state: TrainState, config: RunConfig, *, allow: bool) -> TrainState
         )
     for change in found:
         log.warning("changed from step %d on: %s", state.step + 1, change)
-    keep_data = config.data.train == state.config.data.train or not allow
-    return replace(state, config=config, data=state.data if keep_data else "")
+    return replace(state, config=config)
 
 
 def _names(schema: Schema) -> tuple[str, ...]:
