@@ -66,7 +66,7 @@ def train(config: RunConfig, observer: RunObserver, stop: Stop) -> Outcome:
     with open_writer(store_path, run_id=run_id) as store:
         schema = engines.read_schema(store)
         _require_no_unfinished(store, schema)
-        _require_fresh_out(config)
+        _require_fresh_out(config, store)
         state = TrainState(
             run_id=run_id, config=config, data="", counts=dict.fromkeys(_names(schema), 0)
         )
@@ -188,11 +188,24 @@ def _require_no_unfinished(store: StoreWriter, schema: Schema) -> None:
         )
 
 
-def _require_fresh_out(config: RunConfig) -> None:
-    if (config.out / METRICS_FILE).exists():
-        raise RefusedError(
-            f"out: {config.out} has the {METRICS_FILE} of an earlier run; choose another folder"
-        )
+def _require_fresh_out(config: RunConfig, store: StoreWriter) -> None:
+    metrics = config.out / METRICS_FILE
+    if not metrics.exists():
+        return
+    if not store.manifest.train_state and _was_begun(config):
+        log.warning("%s: dropping the rows of a run that ended before its first commit", metrics)
+        return  # its rows are past the store's step, and go as on every resume
+    raise RefusedError(
+        f"out: {config.out} has the {METRICS_FILE} of an earlier run; choose another folder"
+    )
+
+
+def _was_begun(config: RunConfig) -> bool:
+    """Return whether a run on the same store was begun in the run's folder."""
+    run_file = config.out / RUN_FILE
+    if not run_file.is_file():
+        return False
+    return store_path(RunConfig.from_json(run_file.read_bytes())) == store_path(config)
 
 
 def write_run_file(config: RunConfig) -> None:
