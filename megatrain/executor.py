@@ -42,6 +42,7 @@ class Executor:
     """Runs steps, one after another, on one stage.
 
     ``commit`` is called by the host lane once everything that the step writes is written.
+    ``seconds`` is the time that the operations of each kind took in the last step.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Executor:
         A step whose loss or gradient is not finite changes nothing.
         """
         state = StepState.of(window, number=number, seed=seed)
+        self.seconds.clear()
         self.stage.pool.begin_step()
         self.update.begin(rule, checksums=commit)
 

@@ -106,7 +106,9 @@ class CpuLanes:
             thread.join()
 
     def _serve(self, lane: Lane) -> None:
-        torch.get_num_threads()  # a thread's first use of torch sets its count: not after ours
+        # Both are per thread. But a thread's first use of torch's pool takes the number that any
+        # thread set last: let that happen now, or every lane ends with that of the last to start.
+        torch.get_num_threads()
         torch.set_num_threads(self._cores[lane])
         self._counted.release()
         with torch.no_grad():

@@ -47,6 +47,4 @@ class Memory:
     def close(self) -> None:
         """Drop every tensor and view; what still aliases them keeps the arena from closing."""
         self._tensors.clear()
-        for view in self._views.values():
-            view.release()
-        self._views.clear()
+        self._views.clear()  # not released: torch keeps no hold but the view, and would dangle

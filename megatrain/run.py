@@ -66,7 +66,7 @@ def train(config: RunConfig, observer: RunObserver, stop: Stop) -> Outcome:
     with open_writer(store_path, run_id=run_id) as store:
         schema = engines.read_schema(store)
         _require_no_unfinished(store, schema)
-        _require_fresh_out(config)
+        _require_fresh_out(config, store)
         state = TrainState(
             run_id=run_id, config=config, data="", counts=dict.fromkeys(_names(schema), 0)
         )
@@ -99,7 +99,7 @@ def resume(
         state = TrainState.decode(found, _names(schema))
         config = with_sets(state.config, sets)
         state = _changed(state, config, allow=allow_changes)
-        return _run(store, schema, state, observer, stop)
+        return _run(store, schema, state, observer, stop, other_data=allow_changes)
 
 
 # -- stores ------------------------------------------------------------------------------------
@@ -188,11 +188,24 @@ def _require_no_unfinished(store: StoreWriter, schema: Schema) -> None:
         )
 
 
-def _require_fresh_out(config: RunConfig) -> None:
-    if (config.out / METRICS_FILE).exists():
-        raise RefusedError(
-            f"out: {config.out} has the {METRICS_FILE} of an earlier run; choose another folder"
-        )
+def _require_fresh_out(config: RunConfig, store: StoreWriter) -> None:
+    metrics = config.out / METRICS_FILE
+    if not metrics.exists():
+        return
+    if not store.manifest.train_state and _was_begun(config):
+        log.warning("%s: dropping the rows of a run that ended before its first commit", metrics)
+        return  # its rows are past the store's step, and go as on every resume
+    raise RefusedError(
+        f"out: {config.out} has the {METRICS_FILE} of an earlier run; choose another folder"
+    )
+
+
+def _was_begun(config: RunConfig) -> bool:
+    """Return whether a run on the same store was begun in the run's folder."""
+    run_file = config.out / RUN_FILE
+    if not run_file.is_file():
+        return False
+    return store_path(RunConfig.from_json(run_file.read_bytes())) == store_path(config)
 
 
 def write_run_file(config: RunConfig) -> None:
@@ -209,7 +222,13 @@ def write_run_file(config: RunConfig) -> None:
 
 
 def _run(
-    store: StoreWriter, schema: Schema, state: TrainState, observer: RunObserver, stop: Stop
+    store: StoreWriter,
+    schema: Schema,
+    state: TrainState,
+    observer: RunObserver,
+    stop: Stop,
+    *,
+    other_data: bool = False,
 ) -> Outcome:
     config = state.config
     device = engines.pick_device(config.train.device)
@@ -217,7 +236,7 @@ def _run(
     with ExitStack() as stack:
         files = {name: store.schema_file(name) for name in schema.files}
         dataset = stack.enter_context(_dataset(schema, files, config))
-        state = _with_data(state, dataset)
+        state = _with_data(state, dataset, allow=other_data)
         slots = config.store.retain + 1
         observer.on_plan(plan, state, slots)
         if not state.finished:
@@ -276,13 +295,18 @@ def _dataset(schema: Schema, files: Mapping[str, bytes], config: RunConfig) -> D
     )
 
 
-def _with_data(state: TrainState, dataset: Dataset) -> TrainState:
+def _with_data(state: TrainState, dataset: Dataset, *, allow: bool) -> TrainState:
     if state.data and state.data != dataset.fingerprint:
-        raise RefusedError(
+        changed = (
             f"data.train: {state.config.data.train} has changed since the run began: sha256 "
-            f"{dataset.fingerprint[:12]}, was {state.data[:12]}; restore the file, or resume with "
-            "--allow-changes to go on with this one"
+            f"{dataset.fingerprint[:12]}, was {state.data[:12]}"
         )
+        if not allow:
+            raise RefusedError(
+                f"{changed}; restore the file, or resume with --allow-changes to go on with this "
+                "one"
+            )
+        log.warning("%s; going on with this one", changed)
     return replace(state, data=dataset.fingerprint)
 
 
@@ -297,8 +321,7 @@ def _changed(state: TrainState, config: RunConfig, *, allow: bool) -> TrainState
         )
     for change in found:
         log.warning("changed from step %d on: %s", state.step + 1, change)
-    keep_data = config.data.train == state.config.data.train or not allow
-    return replace(state, config=config, data=state.data if keep_data else "")
+    return replace(state, config=config)
 
 
 def _names(schema: Schema) -> tuple[str, ...]:

@@ -155,8 +155,9 @@ class Shape:
 
     @property
     def head_accumulator_itemsize(self) -> int:
-        """The same for the head, whose loss is computed in chunks."""
-        return 4 if self.tokens > self.loss_chunk else self.compute_itemsize
+        """The same for the head, whose loss is computed in chunks of one micro-batch at a time."""
+        added_up = self.micro_batches > 1 or self.tokens > self.loss_chunk
+        return 4 if added_up else self.compute_itemsize
 
     def accumulator_nbytes(self, unit: UnitShape) -> int:
         """Device bytes of a layer's gradient."""

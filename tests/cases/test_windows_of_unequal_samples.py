@@ -213,6 +213,13 @@ def test_resuming_on_changed_data_is_refused(tmp_path, model):
         run.resume(tmp_path / "run", (), Quiet(), Stop())
 
 
+def test_resuming_on_changed_data_goes_on_when_changes_are_allowed(tmp_path, model, caplog):
+    stopped_at_2(tmp_path, model)
+    unequal(tmp_path / "rows.jsonl", 5)
+    assert run.resume(tmp_path / "run", (), Quiet(), Stop(), allow_changes=True).finished
+    assert "has changed since the run began" in caplog.text
+
+
 def test_the_same_global_batch_may_be_split_another_way(tmp_path, model):
     stopped_at_2(tmp_path, model)
     sets = ("train.micro_batch=2", "train.accumulate=2", "memory.ram=32MiB")

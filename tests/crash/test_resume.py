@@ -27,6 +27,7 @@ from tests.support.runs import (
     token_rows,
     train,
 )
+from tiering.errors import RefusedError
 from tiering.store import open_reader
 
 MODULES = [
@@ -55,7 +56,6 @@ def work(config: str, started: Any) -> None:
         if begun and has_run(store):
             run.resume(configuration.out, (), observer, Stop())
         else:
-            (configuration.out / run.METRICS_FILE).unlink(missing_ok=True)
             run.train(configuration, observer, Stop())
     finally:
         started.set()
@@ -173,6 +173,22 @@ def test_every_sample_is_seen_once_an_epoch_wherever_a_run_stops(tmp_path, input
     assert numbers(tmp_path / "run") == numbers(tmp_path / "whole")
     cursors = [row["cursor"] for row in numbers(tmp_path / "run")]
     assert cursors == [4 * (i + 1) for i in range(48)]
+
+
+def test_a_run_killed_before_its_first_commit_is_begun_again(tmp_path, inputs):
+    class KilledError(Exception):
+        pass
+
+    def kill(row: Any) -> None:
+        raise KilledError  # the row is written, the commit is not
+
+    config = run_config(*inputs, tmp_path / "run")
+    with pytest.raises(KilledError):
+        train(config, Quiet(kill))
+    with pytest.raises(RefusedError, match="start one with megatrain train"):
+        run.resume(tmp_path / "run", (), Quiet(), Stop())
+    train(config)
+    assert [row["step"] for row in numbers(tmp_path / "run")] == [1, 2, 3]
 
 
 def test_sigterm_ends_the_run_after_its_commit(tmp_path, processes, inputs):

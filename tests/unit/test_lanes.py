@@ -85,6 +85,19 @@ def test_a_matrix_product_keeps_all_cores_beside_the_narrow_lanes(lanes):
     assert int(found[1]) == torch.get_num_threads()
 
 
+def test_arithmetic_keeps_every_core_once_torch_has_used_its_threads(lanes):
+    cores = torch.get_num_threads()
+    seen: dict[Lane, int] = {}
+
+    def work(o: Op) -> None:
+        torch.ones(1 << 20).add_(1)  # large enough for torch's own pool of threads
+        seen[o.lane] = torch.get_num_threads()
+
+    lanes.run([op(i, lane) for i, lane in enumerate(Lane)], work)
+    assert seen[Lane.COMPUTE] == seen[Lane.HOST] == cores
+    assert seen[Lane.IO_READ] == seen[Lane.COPY_IN] == seen[Lane.COPY_OUT] == 1
+
+
 def test_close_ends_every_thread():
     made = CpuLanes()
     made.close()

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from megatrain.ops import ArenaName, Kind
@@ -38,6 +40,16 @@ def model(layers: int = 8, length: int = MIB) -> tuple[Shape, dict[str, Record]]
         for role in shape.roles
     }
     return shape, records
+
+
+@pytest.mark.parametrize(
+    ("tokens", "micro_batches", "itemsize"), [(64, 1, 2), (64, 4, 4), (256, 1, 4)]
+)
+def test_the_head_accumulates_in_float32_as_soon_as_anything_is_added_up(
+    tokens, micro_batches, itemsize
+):
+    shape = replace(model()[0], tokens=tokens, micro_batches=micro_batches, loss_chunk=128)
+    assert shape.head_accumulator_itemsize == itemsize
 
 
 def plan(ram: int, **limits: int | bool | None) -> Plan:
