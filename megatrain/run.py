@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from checkpoint.checked import read_schema
 from checkpoint.plan import Plan as ConversionPlan
 from checkpoint.schema import Layout, Schema
 from megatrain import engine as engines
@@ -64,7 +65,7 @@ def train(config: RunConfig, observer: RunObserver, stop: Stop) -> Outcome:
     store_path = prepare_store(config, observer)
     run_id = uuid.uuid4().hex
     with open_writer(store_path, run_id=run_id) as store:
-        schema = engines.read_schema(store)
+        schema = read_schema(store)
         _require_no_unfinished(store, schema)
         _require_fresh_out(config, store)
         state = TrainState(
@@ -89,7 +90,7 @@ def resume(
     """
     store_path = store_of(place)
     with open_writer(store_path, run_id=f"resume of {place}") as store:
-        schema = engines.read_schema(store)
+        schema = read_schema(store)
         found = store.manifest.train_state
         if not found:
             raise RefusedError(
