@@ -10,12 +10,12 @@ length, so their byte offsets suit direct transfers and the optimizer's arithmet
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
 
+from megatrain.oplist import OpList, Ring, padded, spans
 from megatrain.ops import ArenaName, Kind, Lane, Move, Op, Step, Take
 from megatrain.shape import ACTIVATION_SEATS, UnitShape
-from tiering.records import Tier, round_up
+from tiering.records import Tier
 
 
 def build(step: Step) -> tuple[Op, ...]:
@@ -33,97 +33,25 @@ def build(step: Step) -> tuple[Op, ...]:
     return tuple(builder.ops)
 
 
-def spans(start: int, stop: int, length: int) -> Iterator[tuple[int, int]]:
-    """Cut ``[start, stop)`` at the multiples of ``length``."""
-    while start < stop:
-        end = min(stop, (start // length + 1) * length)
-        yield start, end
-        start = end
-
-
-@dataclass(slots=True)
-class _Ring:
-    """Slabs of one arena used in turn; remembers which operation frees each."""
-
-    arena: ArenaName
-    count: int
-    uses: int = 0
-    freed_by: dict[int, int] = field(default_factory=dict)
-
-    def take(self, nbytes: int) -> tuple[Take, tuple[int, ...]]:
-        """Return the next slab and the operation that must end before it is used again."""
-        index = self.uses % self.count
-        self.uses += 1
-        earlier = self.freed_by.get(index)
-        deps = () if earlier is None else (earlier,)
-        return Take(arena=self.arena, index=index, nbytes=nbytes), deps
-
-    def free(self, take: Take, op: int) -> None:
-        """Note that ``op`` is the last to use ``take``."""
-        self.freed_by[take.index] = op
-
-
-class _StepBuilder:
+class _StepBuilder(OpList):
     """Appends operations; the methods in call order are the default schedule."""
 
     def __init__(self, step: Step) -> None:
+        super().__init__()
         self.step = step
         self.shape = step.shape
         self.sizes = step.sizes
-        self.ops: list[Op] = []
-        self.staging = _Ring(ArenaName.STAGING, step.sizes.staging_slabs)
-        self.buffers = _Ring(ArenaName.BUFFERS, step.sizes.buffers)
-        self.accumulators = _Ring(ArenaName.ACCUMULATORS, step.sizes.accumulators)
-        self.grad_slabs = _Ring(ArenaName.GRAD_SLABS, step.sizes.grad_slabs)
-        self.update_slabs = _Ring(ArenaName.UPDATE, step.sizes.update_slabs)
+        self.staging = Ring(ArenaName.STAGING, step.sizes.staging_slabs)
+        self.buffers = Ring(ArenaName.BUFFERS, step.sizes.buffers)
+        self.accumulators = Ring(ArenaName.ACCUMULATORS, step.sizes.accumulators)
+        self.grad_slabs = Ring(ArenaName.GRAD_SLABS, step.sizes.grad_slabs)
+        self.update_slabs = Ring(ArenaName.UPDATE, step.sizes.update_slabs)
         self.squares: list[int] = []
         self.grads_ready: dict[str, dict[int, int]] = {}
         self.held_grads: dict[str, Take] = {}
         self.norm = -1
         self.updates: list[int] = []
         self.flushes: list[int] = []
-        self.last_compute: tuple[int, ...] = ()
-
-    # -- appending -----------------------------------------------------------------------------
-
-    def add(
-        self,
-        lane: Lane,
-        kind: Kind,
-        unit: str,
-        span: tuple[int, int] = (0, 0),
-        *,
-        deps: Iterable[int] = (),
-        takes: Sequence[Take] = (),
-        frees: Sequence[Take] = (),
-        source: Take | None = None,
-        target: Take | None = None,
-        moves: Sequence[Move] = (),
-        nbytes: int = 0,
-        flops: float = 0.0,
-    ) -> int:
-        moved = sum(move.read + move.written for move in moves)
-        if lane is Lane.COMPUTE:
-            deps = (*deps, *self.last_compute)
-            self.last_compute = (len(self.ops),)
-        op = Op(
-            id=len(self.ops),
-            lane=lane,
-            kind=kind,
-            unit=unit,
-            start=span[0],
-            stop=span[1],
-            nbytes=nbytes or moved,
-            flops=flops,
-            deps=tuple(dict.fromkeys(deps)),
-            takes=tuple(takes),
-            frees=tuple(frees),
-            source=source,
-            target=target,
-            moves=tuple(moves),
-        )
-        self.ops.append(op)
-        return op.id
 
     # -- weights in ----------------------------------------------------------------------------
 
@@ -153,7 +81,7 @@ class _StepBuilder:
         last = -1
         for a, b in spans(start, stop, self.sizes.slab_length):
             slab, reuse = self.staging.take(self.sizes.slab_length * itemsize)
-            nbytes = self.padded(b - a, itemsize)
+            nbytes = padded(b - a, itemsize)
             read = self.add(
                 Lane.IO_READ,
                 Kind.READ_WEIGHTS,
@@ -179,11 +107,6 @@ class _StepBuilder:
             takes = ()
             self.staging.free(slab, last)
         return last
-
-    @staticmethod
-    def padded(length: int, itemsize: int) -> int:
-        """Bytes that a direct transfer of ``length`` elements moves."""
-        return round_up(length * itemsize, 4096)
 
     def reads_in_place(self, unit: str, length: int) -> list[Move]:
         """Return what the device reads of a record that it computes with in place."""
@@ -299,7 +222,7 @@ class _StepBuilder:
 
     def gradient_place(self, unit: str, length: int) -> Take:
         """Return where a unit's gradient waits in RAM."""
-        nbytes = self.padded(length, self.shape.grad_itemsize)
+        nbytes = padded(length, self.shape.grad_itemsize)
         index = len(self.held_grads)
         take = Take(arena=ArenaName.GRADIENTS, index=index, nbytes=nbytes)
         self.held_grads[unit] = take
@@ -351,11 +274,6 @@ class _StepBuilder:
             last = self.grads_out(shape.outer_in.name, shape.table_length, accumulator, done)
         self.free_at(last, accumulator)
 
-    def free_at(self, op: int, take: Take) -> None:
-        """Let the operation ``op`` free ``take`` too."""
-        old = self.ops[op]
-        self.ops[op] = replace(old, frees=(*old.frees, take))
-
     def grads_out(self, unit: str, length: int, accumulator: Take, done: int) -> int:
         """Move a unit's gradient off the device, slab by slab; return the last copy."""
         keep = self.sizes.gradients_in_ram
@@ -389,7 +307,7 @@ class _StepBuilder:
         return last
 
     def write_grads(self, unit: str, span: tuple[int, int], slab: Take, square: int) -> int:
-        nbytes = self.padded(span[1] - span[0], self.shape.grad_itemsize)
+        nbytes = padded(span[1] - span[0], self.shape.grad_itemsize)
         # after the sum of squares: the slab is freed once, by the last of its two readers
         write = self.add(
             Lane.IO_WRITE,
@@ -526,14 +444,14 @@ class _StepBuilder:
             if self.step.resident(unit, role):
                 continue
             tier = self.step.tier(unit, role)
-            nbytes = self.padded(length, self.shape.itemsize(role))
+            nbytes = padded(length, self.shape.itemsize(role))
             if role in self.shape.updated_roles:
                 reads.append(Move(tier=tier, read=nbytes))
             writes.append(Move(tier=tier, written=nbytes))
         grads = []
         if not self.sizes.gradients_in_ram and span[0] in self.grads_ready.get(unit, {}):
             stored = min(span[1], self.shape.dense_grad_length(unit)) - span[0]
-            nbytes = self.padded(stored, self.shape.grad_itemsize)
+            nbytes = padded(stored, self.shape.grad_itemsize)
             grads.append(Move(tier=Tier.NVME, read=nbytes))
         return reads, writes, grads
 
@@ -554,7 +472,7 @@ class _StepBuilder:
         for role in self.shape.roles:
             if not self.step.resident(unit.name, role):
                 continue
-            nbytes = self.padded(unit.length, self.shape.itemsize(role))
+            nbytes = padded(unit.length, self.shape.itemsize(role))
             flushed = self.add(
                 Lane.IO_WRITE,
                 Kind.FLUSH,
