@@ -18,6 +18,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    NonNegativeInt,
     PositiveInt,
     ValidationError,
     field_validator,
@@ -78,6 +79,7 @@ def _number(value: object) -> object:
 
 
 Size = Annotated[PositiveInt, BeforeValidator(parse_size)]
+SizeOrZero = Annotated[NonNegativeInt, BeforeValidator(parse_size)]
 Seconds = Annotated[float, Field(gt=0), BeforeValidator(parse_duration)]
 NonNegative = Annotated[float, Field(ge=0), BeforeValidator(_number)]
 Beta = Annotated[float, Field(ge=0, lt=1), BeforeValidator(_number)]
@@ -162,8 +164,8 @@ class MemoryConfig(_Section):
 
     ram: Size = 8 << 30
     """Bytes for everything the run allocates on the host."""
-    resident: Literal["auto"] | Size = "auto"
-    """Cap for the records that are kept in RAM."""
+    resident: Literal["auto"] | SizeOrZero = "auto"
+    """Cap for the records that are kept in RAM; 0 keeps none."""
     slab: Literal["auto"] | Size = "auto"
     """Bytes of one staging slab."""
     gradients: Literal["auto", "ram", "disk"] = "auto"
