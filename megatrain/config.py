@@ -163,7 +163,10 @@ class MemoryConfig(_Section):
     """What host memory the run may have; never changes a number."""
 
     ram: Size = 8 << 30
-    """Bytes for everything the run allocates on the host."""
+    """Bytes for records, slabs, gradients, activations and, on a CPU, the device's buffers.
+
+    The interpreter, its libraries and the temporaries of a layer's computation come on top.
+    """
     resident: Literal["auto"] | SizeOrZero = "auto"
     """Cap for the records that are kept in RAM; 0 keeps none."""
     slab: Literal["auto"] | Size = "auto"
@@ -175,7 +178,7 @@ class StoreConfig(_Section):
     """Where the state lies and when it is committed."""
 
     drives: tuple[Location, ...] = Field(default=(), strict=False)
-    """Folders to stripe over; default: inside the store."""
+    """Folders to stripe a new store over; default: inside it. A store keeps those it has."""
     layout: Literal["fp32", "split", "split8"] = "fp32"
     commit_every: Literal["auto"] | PositiveInt = "auto"
     """Steps between commits."""

@@ -83,6 +83,6 @@ def _positions(model: Mapping[str, Any]) -> int | None:
     inner = model.get("text_config")
     for part in (model, inner if isinstance(inner, dict) else {}):
         for key in _POSITION_KEYS:
-            if isinstance(found := part.get(key), int):
+            if isinstance(found := part.get(key), int) and found > 0:
                 return found
     return None
