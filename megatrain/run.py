@@ -64,6 +64,8 @@ def train(config: RunConfig, observer: RunObserver, stop: Stop) -> Outcome:
     stores.require_usable_out(config.out)
     run_id = uuid.uuid4().hex
     with ExitStack() as stack:
+        if not is_store(stores.store_path(config)):
+            _require_no_metrics(config)
         inputs = stores.convert_model(config, observer, stop)
         if inputs:
             stack.enter_context(inputs.dataset)
@@ -99,6 +101,7 @@ def resume(
         store = stack.enter_context(open_writer(found.store, run_id=f"resume of {place}"))
         schema = engines.read_schema(store)
         state = _committed(store, schema)
+        stores.require_own_shards(store, state.config)
         before = found.apply(state.config)
         config = with_sets(before, sets)
         stores.require_usable_out(config.out)
@@ -152,14 +155,18 @@ def _require_no_unfinished(store: StoreWriter, schema: Schema) -> None:
 
 def _require_fresh_out(config: RunConfig, store: StoreWriter) -> None:
     metrics = config.out / METRICS_FILE
-    if not metrics.exists():
-        return
-    if not store.manifest.train_state and stores.was_begun(config.out, store.path):
+    begun = not store.manifest.train_state and stores.was_begun(config.out, store.path)
+    if begun and metrics.exists():  # its rows are past the store's step, and go as on every resume
         log.warning("%s: dropping the rows of a run that ended before its first commit", metrics)
-        return  # its rows are past the store's step, and go as on every resume
-    raise RefusedError(
-        f"out: {config.out} has the {METRICS_FILE} of an earlier run; choose another folder"
-    )
+    else:
+        _require_no_metrics(config)
+
+
+def _require_no_metrics(config: RunConfig) -> None:
+    if (config.out / METRICS_FILE).exists():
+        raise RefusedError(
+            f"out: {config.out} has the {METRICS_FILE} of an earlier run; choose another folder"
+        )
 
 
 def _with_data(state: TrainState, dataset: Dataset, *, allow: bool) -> TrainState:

@@ -265,7 +265,7 @@ def require_same_drives(config: RunConfig, store: StoreWriter) -> None:
     """Refuse ``store.drives`` for a store that has others: they are chosen when it is made."""
     wanted = [folder.resolve() for folder in config.store.drives]
     found = [drive.folder.resolve().parent for drive in store.drives]
-    if wanted and wanted != found:
+    if wanted and set(wanted) != set(found):
         raise RefusedError(
             f"store.drives: {store.path} is there already, on {_listed(found)}; leave "
             f"store.drives out, or convert the model again to have it on {_listed(wanted)}"
@@ -274,6 +274,23 @@ def require_same_drives(config: RunConfig, store: StoreWriter) -> None:
 
 def _listed(folders: list[Path]) -> str:
     return ", ".join(map(str, folders))
+
+
+def require_own_shards(store: StoreWriter, recorded: RunConfig) -> None:
+    """Refuse the copy of a store whose shards were not copied: two runs would write them.
+
+    ``recorded`` are the run's settings from before it was moved or copied.
+    """
+    uuid = read_root(store.path).uuid
+    outside = [d.folder for d in store.drives if not d.folder.is_relative_to(store.path)]
+    for other in (recorded.model, recorded.out / STORE_FOLDER):
+        if not outside or not is_store(other) or _same(other, store.path):
+            continue
+        if read_root(other).uuid == uuid:
+            raise RefusedError(
+                f"{store.path} is a copy of {other}, and both have their shards in {outside[0]}; "
+                "to have a second run, export the weights and train those"
+            )
 
 
 def was_begun(out: Path, store: Path) -> bool:

@@ -75,6 +75,26 @@ def test_a_moved_folder_of_a_run_leads_to_the_store_outside_it(tmp_path, inputs)
     assert steps(tmp_path / "new") == [1, 2, 3]
 
 
+def test_a_copy_that_shares_its_shards_is_refused(tmp_path, inputs):
+    (tmp_path / "drive").mkdir()
+    drives = [str(tmp_path / "drive")]
+    config = begun(run_config(*inputs, tmp_path / "old", store__drives=drives))
+    shutil.copytree(config.out, tmp_path / "new", symlinks=True)
+    with pytest.raises(RefusedError, match=r"new/store is a copy of .*old/store, and both"):
+        resume(tmp_path / "new")
+    shutil.rmtree(config.out)  # then it is the only one
+    assert resume(tmp_path / "new").out == tmp_path / "new"
+
+
+def test_the_rows_of_an_earlier_run_are_noticed_before_the_conversion(tmp_path, inputs):
+    config = run_config(*inputs, tmp_path / "run")
+    config.out.mkdir()
+    (config.out / stores.METRICS_FILE).write_text('{"step": 1}\n')
+    with pytest.raises(RefusedError, match=r"has the metrics\.jsonl of an earlier run"):
+        train(config)
+    assert [path.name for path in config.out.iterdir()] == [stores.METRICS_FILE]
+
+
 @pytest.mark.parametrize("key", ["out", "model", "store.drives"])
 def test_what_a_resumed_run_keeps_is_not_set(tmp_path, inputs, key):
     config = begun(run_config(*inputs, tmp_path / "run"))
