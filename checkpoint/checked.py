@@ -12,14 +12,15 @@ from tiering.errors import CorruptionError
 from tiering.records import CHUNK_LENGTH, Record
 
 if TYPE_CHECKING:
+    from tiering.opened import OpenStore
     from tiering.store import ChunkRef, StoreReader
 
 MAX_CHUNK_NBYTES = 8 * CHUNK_LENGTH
 
 
-def read_schema(reader: StoreReader) -> Schema:
+def read_schema(store: OpenStore) -> Schema:
     """Return the schema of a store."""
-    return Schema.decode(reader.schema_file(SCHEMA_FILE))
+    return Schema.decode(store.schema_file(SCHEMA_FILE))
 
 
 class CheckedReader:

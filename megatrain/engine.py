@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -11,28 +10,27 @@ from pathlib import Path
 
 import torch
 
-from checkpoint.schema import SCHEMA_FILE, Layout, Schema, Tensor, Unit
+from checkpoint.checked import CheckedReader
+from checkpoint.schema import Layout, Schema, Tensor, Unit
 from megatrain.config import RunConfig
 from megatrain.executor import Applied, Executor
 from megatrain.lanes import make_lanes
+from megatrain.limits import require_memory
 from megatrain.memory import Memory
 from megatrain.model.streamed import StreamedModel
+from megatrain.ops import Kind
 from megatrain.optimizer import CpuAdam
 from megatrain.planner import Budget, Plan, fit
 from megatrain.shape import PIECE, Shape, UnitShape
-from megatrain.stage import TORCH_DTYPES, Stage
+from megatrain.side_files import as_folder
+from megatrain.stage import TORCH_DTYPES, Stage, held
 from megatrain.update import Update
 from tiering.arena import Arena
 from tiering.errors import RefusedError
 from tiering.pool import Pool
-from tiering.records import ITEMSIZE, Record, Tier
+from tiering.records import ITEMSIZE, Record
 from tiering.scratch import Scratch
-from tiering.store import StoreReader, StoreWriter, open_reader
-
-
-def read_schema(store: StoreReader | StoreWriter) -> Schema:
-    """Return what the store holds."""
-    return Schema.decode(store.schema_file(SCHEMA_FILE))
+from tiering.store import StoreWriter, open_reader
 
 
 def pick_device(name: str) -> torch.device:
@@ -41,18 +39,6 @@ def pick_device(name: str) -> torch.device:
         raise RefusedError("train.device is cuda, but torch sees no CUDA device; use auto or cpu")
     cuda = name == "cuda" or (name == "auto" and torch.cuda.is_available())
     return torch.device("cuda" if cuda else "cpu")
-
-
-@contextmanager
-def side_files(store: StoreReader | StoreWriter, schema: Schema) -> Iterator[Path]:
-    """Put the store's configuration and tokenizer files into a folder that Hugging Face reads."""
-    with tempfile.TemporaryDirectory(prefix="megatrain-model-") as name:
-        folder = Path(name)
-        for file in schema.files:
-            place = folder / file
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_bytes(store.schema_file(file))
-        yield folder
 
 
 def trained_units(schema: Schema) -> tuple[Unit, ...]:
@@ -108,7 +94,7 @@ def make_plan(schema: Schema, config: RunConfig, device: torch.device) -> Plan:
     """Return the plan of a run.
 
     Raises:
-        CapacityError: It does not fit into ``memory.ram``.
+        CapacityError: It does not fit into ``memory.ram``, this machine or its GPU.
     """
     memory, shape = config.memory, shape_of(schema, config)
     slab = memory.slab
@@ -121,7 +107,9 @@ def make_plan(schema: Schema, config: RunConfig, device: torch.device) -> Plan:
         slab_length=length,
         gradients_in_ram=keep,
     )
-    return fit(shape, trained_records(schema), budget)
+    plan = fit(shape, trained_records(schema), budget)
+    require_memory(plan, device)
+    return plan
 
 
 @dataclass(slots=True, kw_only=True)
@@ -143,7 +131,6 @@ def start(
     device: torch.device,
     counts: dict[str, int],
     commit: Callable[[Applied], None],
-    on_loaded: Callable[[int], None] | None = None,
 ) -> Iterator[Engine]:
     """Allocate what the plan says, load the resident records, and give it all back at the end."""
     train = config.train
@@ -152,9 +139,10 @@ def start(
         stack.callback(gc.collect)  # tensors that alias the arena must be gone before it closes
         pool = Pool(store, plan.step.placement, host)
         stack.callback(pool.close)
-        pool.load(on_loaded)
+        pool.load()
         memory = Memory(plan.arenas, host=host, device=device)
         stack.callback(memory.close)
+        _check_gathered(plan, pool, memory)
         stack.callback(gc.collect)
         model = _model(store, schema, config, device)
         stack.callback(model.release)
@@ -177,6 +165,14 @@ def start(
         del executor, update, stage, model, memory, pool
 
 
+def _check_gathered(plan: Plan, pool: Pool, memory: Memory) -> None:
+    """Check the record whose rows are gathered: no later read brings its chunks whole."""
+    name = f"{plan.step.shape.outer_in.name}.{plan.step.shape.streamed}"
+    if pool.resident(name) is None:
+        bounce = next(op.target for op in plan.ops if op.kind is Kind.READ_ROWS)
+        pool.check(name, memory.bytes(held(bounce)))
+
+
 def _scratch(store: StoreWriter, plan: Plan, stack: ExitStack) -> Scratch | None:
     if plan.step.sizes.gradients_in_ram:
         return None
@@ -189,7 +185,7 @@ def _scratch(store: StoreWriter, plan: Plan, stack: ExitStack) -> Scratch | None
 def _model(
     store: StoreWriter, schema: Schema, config: RunConfig, device: torch.device
 ) -> StreamedModel:
-    with side_files(store, schema) as folder:
+    with as_folder({name: store.schema_file(name) for name in schema.files}) as folder:
         return StreamedModel(
             folder,
             trained_units(schema),
@@ -202,32 +198,20 @@ def _model(
 
 
 def carried_tensors(path: Path, schema: Schema) -> Mapping[str, torch.Tensor]:
-    """Return the untrained tensors of a store that torch has a data type for here."""
+    """Return the untrained tensors of a store, every chunk checked."""
     found: dict[str, torch.Tensor] = {}
     carried = [unit for unit in schema.units if not unit.trainable]
     if not carried:
         return found
     with open_reader(path) as reader:
+        checked = CheckedReader(reader)
         for unit in carried:
             record = schema.record(unit, "weights")
-            data = bytearray(record.nbytes)
-            reader.read(record.name, 0, memoryview(data))
-            dtype = getattr(torch, record.dtype)
-            flat = torch.frombuffer(data, dtype=dtype)
+            data = bytearray().join(checked.read(record, 0, record.nbytes))
+            flat = torch.frombuffer(data, dtype=getattr(torch, record.dtype))
             found |= {tensor.name: _cut(flat, tensor) for tensor in unit.tensors}
     return found
 
 
 def _cut(flat: torch.Tensor, tensor: Tensor) -> torch.Tensor:
     return flat[tensor.offset : tensor.end].view(tensor.shape)
-
-
-def disk_nbytes(plan: Plan, slots: int) -> int:
-    """Return the bytes that all slots of a store take on drives."""
-    return slots * sum(record.padded_nbytes for record in plan.records.values())
-
-
-def resident_share(plan: Plan) -> float:
-    """Return the part of the state that stays in RAM."""
-    total = sum(record.padded_nbytes for record in plan.records.values())
-    return plan.tiers.get(Tier.PINNED, 0) / total

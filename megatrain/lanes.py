@@ -164,9 +164,12 @@ class CudaLanes(CpuLanes):
 
     def run(self, ops: Sequence[Op], handle: Handler) -> None:
         """Run ``ops`` and wait for the streams, so that the next list starts from quiet."""
-        super().run(ops, handle)
-        for stream in self._streams.values():
-            stream.synchronize()
+        torch.cuda.current_stream(self._device).synchronize()  # what filled the arenas is over
+        try:
+            super().run(ops, handle)
+        finally:  # after an error too: the host's pages are given back soon
+            for stream in self._streams.values():
+                stream.synchronize()
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream:

@@ -23,13 +23,16 @@ class MetricsLog:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def append(self, row: Mapping[str, Any]) -> None:
+    def append(self, row: Mapping[str, Any], *, durable: bool = False) -> None:
         """Add one row, which names its ``step``; numbers that are not finite become null."""
         line = json.dumps({key: _finite(value) for key, value in row.items()}, allow_nan=False)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(line + "\n")
+                if durable:  # a commit that survives a power cut must not lose its row
+                    file.flush()
+                    os.fsync(file.fileno())
         except OSError as error:
             raise StorageError("write", self.path, errno=error.errno or 0) from error
 

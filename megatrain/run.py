@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from checkpoint.checked import read_schema
 from checkpoint.schema import Schema
 from megatrain import engine as engines
 from megatrain import stores
@@ -70,7 +71,7 @@ def train(config: RunConfig, observer: RunObserver, stop: Stop) -> Outcome:
         if inputs:
             stack.enter_context(inputs.dataset)
         store = stack.enter_context(open_writer(stores.store_path(config), run_id=run_id))
-        schema = engines.read_schema(store)
+        schema = read_schema(store)
         _require_no_unfinished(store, schema)
         stores.require_same_drives(config, store)
         _require_fresh_out(config, store)
@@ -99,7 +100,7 @@ def resume(
     found = stores.find(place)
     with ExitStack() as stack:
         store = stack.enter_context(open_writer(found.store, run_id=f"resume of {place}"))
-        schema = engines.read_schema(store)
+        schema = read_schema(store)
         state = _committed(store, schema)
         stores.require_own_shards(store, state.config)
         before = found.apply(state.config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -35,6 +36,13 @@ class Traffic:
 
     read: int = 0
     written: int = 0
+    _guard: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def add(self, *, read: int = 0, written: int = 0) -> None:
+        """Count bytes; lanes may do so at once."""
+        with self._guard:
+            self.read += read
+            self.written += written
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +82,7 @@ class Stage:
             return  # nothing moved; or fewer rows than planned, counted where they are gathered
         for move in op.moves:
             if move.tier is Tier.PINNED:
-                self.ram_traffic.read += move.read
-                self.ram_traffic.written += move.written
+                self.ram_traffic.add(read=move.read, written=move.written)
 
     # -- views of slabs ------------------------------------------------------------------------
 

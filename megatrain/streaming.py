@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
+from megatrain.data.batches import MicroBatch
 from megatrain.model.streamed import OuterIn
 from megatrain.ops import ArenaName, Op, Take
 from megatrain.stage import Stage, StepState, held
@@ -29,7 +31,7 @@ class Streaming:
         if table is None:
             self._read_rows(op.unit, take, rows, state.token_ids.tolist())
             return
-        stage.ram_traffic.read += rows.nbytes
+        stage.ram_traffic.add(read=rows.nbytes)
         words = stage.model.vocab_size
         torch.index_select(
             table[: words * stage.shape.hidden].view(words, -1), 0, state.token_ids, out=rows
@@ -61,6 +63,7 @@ class Streaming:
         state.outer = OuterIn(
             token_ids=state.token_ids.to(stage.device, non_blocking=True), rows=rows, rest=rest
         )
+        state.batches = [on_device(batch, stage.device) for batch in state.batches]
 
     # -- weights -------------------------------------------------------------------------------
 
@@ -141,7 +144,7 @@ class Streaming:
     def _cut_rows(self, table_grads: torch.Tensor | None, state: StepState) -> None:
         """Move the rows that the window touches into the outer accumulator, in fp32.
 
-        The embedding's own gradient is added there, so each element is rounded once.
+        The embedding's own gradient is added there before anything is rounded.
         """
         kept = self._row_grads(state)
         if table_grads is None:
@@ -212,6 +215,16 @@ class Streaming:
             assert resident is not None  # in_place() says so
             return resident[:length]
         return stage.span(held(op.source), stage.dtype, start, start + length)
+
+
+def on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
+    """Return the batch with its tokens on the device; its targets are looked at on the host."""
+    mask = batch.attention_mask
+    return replace(
+        batch,
+        input_ids=batch.input_ids.to(device, non_blocking=True),
+        attention_mask=None if mask is None else mask.to(device, non_blocking=True),
+    )
 
 
 def extents(ids: list[int], row: int, most: int) -> Iterator[tuple[int, int, int, int]]:

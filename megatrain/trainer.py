@@ -72,7 +72,9 @@ class Trainer:
         self.observer = observer
         self.stop = stop
         self.committed = state.step
-        self.cadence = 1
+        chosen = state.config.store.commit_every
+        self.cadence = 1 if chosen == "auto" else chosen
+        self._committed_at = time.perf_counter()
         self._engine: Engine | None = None
         self._turn: _Turn | None = None
         self._since = time.perf_counter()
@@ -157,6 +159,7 @@ class Trainer:
             retain=self.config.store.retain,
         )
         self.committed = self.state.step
+        self._committed_at = time.perf_counter()
 
     def _advance(self, window: Window) -> None:
         self.state = replace(
@@ -177,13 +180,19 @@ class Trainer:
             )
 
     def _commits(self, number: int) -> bool:
-        last = number >= self.config.train.steps
-        return last or self.stop.requested or number - self.committed >= self.cadence
+        if number >= self.config.train.steps or self.stop.requested:
+            return True
+        return number - self.committed >= self.cadence or self._too_much_to_lose()
+
+    def _too_much_to_lose(self) -> bool:
+        """Return whether a kill after the coming step would cost more than was allowed."""
+        if self.config.store.commit_every != "auto":
+            return False
+        lost_s = time.perf_counter() - self._committed_at + self._step_s
+        return lost_s > self.config.store.max_lost
 
     def _choose_cadence(self) -> None:
-        chosen = self.config.store.commit_every
-        if chosen != "auto":
-            self.cadence = chosen
+        if self.config.store.commit_every != "auto":
             return
         seconds = self.engine.executor.seconds
         if self.cadence == 1 and seconds[Kind.COMMIT]:
@@ -237,7 +246,7 @@ class Trainer:
             },
         }
         self._step_s, self._since, self._before = now - self._since, now, traffic
-        self.metrics.append(row)
+        self.metrics.append(row, durable=committed)
         self.observer.on_step(row)
 
     def _traffic(self) -> dict[Tier, Traffic]:

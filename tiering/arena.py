@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 import mmap
 import os
@@ -51,8 +52,15 @@ class Arena:
         start = ctypes.c_void_p(self._address)
         self._libc.madvise(start, ctypes.c_size_t(span), mmap.MADV_HUGEPAGE)
         nbytes = ctypes.c_size_t(self.nbytes)
-        if self._libc.madvise(start, nbytes, _MADV_POPULATE_WRITE) != 0:
-            ctypes.memset(self._address, 0, self.nbytes)  # kernels before 5.14
+        if self._libc.madvise(start, nbytes, _MADV_POPULATE_WRITE) == 0:
+            return
+        code = ctypes.get_errno()
+        if code != errno.EINVAL:  # touching the pages would end in a kill instead of an error
+            self._map.close()
+            raise CapacityError(
+                f"cannot have {self.nbytes} B of memory: {os.strerror(code)}; lower memory.ram"
+            )
+        ctypes.memset(self._address, 0, self.nbytes)  # kernels before 5.14
 
     def _lock(self) -> bool:
         if self._libc.mlock(ctypes.c_void_p(self._address), ctypes.c_size_t(self.nbytes)) == 0:

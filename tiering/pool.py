@@ -11,7 +11,7 @@ from tiering.arena import Arena
 from tiering.checksum import ChunkCrc, Table
 from tiering.errors import CorruptionError
 from tiering.manifest import Generation
-from tiering.records import Record, Tier
+from tiering.records import ALIGNMENT, Record, Tier
 from tiering.store import StoreWriter
 
 _RESIDENT = frozenset({Tier.PINNED, Tier.CXL})
@@ -108,6 +108,20 @@ class Pool:
             first_pass = self._first_passes[name]
             if not first_pass.done:
                 first_pass.check(offset, out)
+
+    def check(self, name: str, bounce: memoryview) -> None:
+        """Read a record on drives once in order, so that each of its chunks is checked.
+
+        For records that a step reads here and there, where a chunk never comes whole.
+        ``bounce`` is aligned memory of at least 4096 bytes; its content is lost.
+
+        Raises:
+            CorruptionError: A chunk's crc32c differs.
+        """
+        step = len(bounce) // ALIGNMENT * ALIGNMENT
+        size = self._records[name].padded_nbytes
+        for offset in range(0, size, step):
+            self.read(name, offset, bounce[: min(step, size - offset)])
 
     def write(self, name: str, offset: int, data: memoryview) -> None:
         """Write bytes of a record on drives as this step leaves them."""

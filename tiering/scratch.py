@@ -11,6 +11,7 @@ from tiering.backends.probe import open_unnamed
 from tiering.errors import CapacityError, StorageError
 from tiering.opened import OpenStore
 from tiering.records import ALIGNMENT, round_up
+from tiering.space import FULL
 
 
 class Scratch:
@@ -52,6 +53,8 @@ class Scratch:
             os.posix_fallocate(fd, 0, max(round_up(nbytes, ALIGNMENT), ALIGNMENT))
         except OSError as error:
             os.close(fd)
+            if error.errno not in FULL:
+                raise StorageError("reserve scratch in", folder, errno=error.errno or 0) from error
             free = self._store.drives[drive].free_nbytes()
             raise CapacityError(
                 f"drive {drive} full: scratch {name} needs {nbytes} B in {folder}, {free} B free"

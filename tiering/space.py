@@ -16,7 +16,7 @@ from tiering.slots import Locations
 
 _log = logging.getLogger(__name__)
 
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ def reserve(records: Sequence[Record], slots: Sequence[Locations], drives: Seque
         try:
             fsops.reserve(need.path, need.nbytes)
         except StorageError as error:
-            if error.errno not in _FULL:
+            if error.errno not in FULL:
                 raise
             raise CapacityError(f"{error}\n{_table(drives, missing)}") from error
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, Protocol, Self
 
 from megatrain.data import chat, jsonl
 from megatrain.data.jsonl import IGNORED
+from megatrain.side_files import as_folder
 from tiering.errors import RefusedError
 
 log = logging.getLogger(__name__)
@@ -171,8 +171,5 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 def tokenizer_from_files(files: Mapping[str, bytes]) -> Tokenizer:
     """Return the tokenizer made of ``files`` (name to content), as a store carries them."""
-    with tempfile.TemporaryDirectory(prefix="megatrain-tokenizer-") as name:
-        folder = Path(name)
-        for file, content in files.items():
-            (folder / file).write_bytes(content)
+    with as_folder(files) as folder:
         return load_tokenizer(folder)
