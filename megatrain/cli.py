@@ -15,6 +15,7 @@ import click
 from checkpoint.cli import ErrorGroup
 
 if TYPE_CHECKING:
+    from megatrain.progress import Terminal
     from megatrain.run import Outcome, RunObserver
     from megatrain.trainer import Stop
 
@@ -24,6 +25,7 @@ SETS = click.option(
 
 
 @click.group(cls=ErrorGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="megatrain")
 def cli() -> None:
     """Train every parameter of a language model on one device, its state on tiered storage."""
 
@@ -35,7 +37,7 @@ def train(run_file: Path, sets: tuple[str, ...]) -> None:
     """Start the run that RUN.yaml describes.
 
     Every committed step can be gone on with by megatrain-ckpt resume. Ctrl-C and SIGTERM end the
-    run after the commit of the step in progress.
+    run after the commit of the step in progress; while the model is converted, at once.
     """
     from megatrain.config import load_run
 
@@ -53,10 +55,13 @@ def supervise(start: Callable[[RunObserver, Stop], Outcome]) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     terminal, stop = Terminal(), Stop()
     try:
-        with _stopping(stop):
+        with _stopping(stop, terminal):
             outcome = start(terminal, stop)
     finally:
         terminal.close()
+    if not outcome.step:
+        click.echo("stopped before the first step; run megatrain train again", err=True)
+        sys.exit(130)
     click.echo(f"{outcome.store}: step {outcome.step} is committed; metrics in {outcome.out}")
     if not outcome.finished:
         click.echo(f"stopped on request; go on with: megatrain-ckpt resume {outcome.out}", err=True)
@@ -64,14 +69,14 @@ def supervise(start: Callable[[RunObserver, Stop], Outcome]) -> None:
 
 
 @contextmanager
-def _stopping(stop: Stop) -> Iterator[None]:
+def _stopping(stop: Stop, terminal: Terminal) -> Iterator[None]:
     """Turn the first SIGINT or SIGTERM into a request; a second SIGINT interrupts at once."""
 
     def ask(number: int, frame: object) -> None:
         if stop.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
         stop.request()
-        click.echo("\nstopping after the commit of this step", err=True)
+        click.echo(f"\n{terminal.stopping}", err=True)
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

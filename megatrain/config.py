@@ -18,6 +18,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    NonNegativeInt,
     PositiveInt,
     ValidationError,
     field_validator,
@@ -78,6 +79,7 @@ def _number(value: object) -> object:
 
 
 Size = Annotated[PositiveInt, BeforeValidator(parse_size)]
+SizeOrZero = Annotated[NonNegativeInt, BeforeValidator(parse_size)]
 Seconds = Annotated[float, Field(gt=0), BeforeValidator(parse_duration)]
 NonNegative = Annotated[float, Field(ge=0), BeforeValidator(_number)]
 Beta = Annotated[float, Field(ge=0, lt=1), BeforeValidator(_number)]
@@ -161,9 +163,12 @@ class MemoryConfig(_Section):
     """What host memory the run may have; never changes a number."""
 
     ram: Size = 8 << 30
-    """Bytes for everything the run allocates on the host."""
-    resident: Literal["auto"] | Size = "auto"
-    """Cap for the records that are kept in RAM."""
+    """Bytes for records, slabs, gradients, activations and, on a CPU, the device's buffers.
+
+    The interpreter, its libraries and the temporaries of a layer's computation come on top.
+    """
+    resident: Literal["auto"] | SizeOrZero = "auto"
+    """Cap for the records that are kept in RAM; 0 keeps none."""
     slab: Literal["auto"] | Size = "auto"
     """Bytes of one staging slab."""
     gradients: Literal["auto", "ram", "disk"] = "auto"
@@ -173,7 +178,7 @@ class StoreConfig(_Section):
     """Where the state lies and when it is committed."""
 
     drives: tuple[Location, ...] = Field(default=(), strict=False)
-    """Folders to stripe over; default: inside the store."""
+    """Folders to stripe a new store over; default: inside it. A store keeps those it has."""
     layout: Literal["fp32", "split", "split8"] = "fp32"
     commit_every: Literal["auto"] | PositiveInt = "auto"
     """Steps between commits."""

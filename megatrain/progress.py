@@ -15,16 +15,18 @@ from megatrain.trainer import Row
 
 
 class Terminal:
-    """Shows a run on stderr."""
+    """Shows a run on stderr; ``stopping`` is what a request to stop means at this moment."""
 
     def __init__(self) -> None:
         self.console = Console(stderr=True, highlight=False)
+        self.stopping = "stopping"
         self._bar: tqdm[Any] | None = None
 
     def on_conversion(self, plan: ConversionPlan) -> None:
         """Say what is taken, left and renamed; start the conversion's bar."""
+        self.stopping = "stopping; removing the unfinished store"
         for note in plan.notes:
-            self.console.print(f"note: {note}")
+            self.console.print(f"note: {note}", markup=False)
         self._bar = tqdm(desc="convert", unit="B", unit_scale=True, unit_divisor=1024)
 
     def on_converted(self, done: int, total: int) -> None:
@@ -36,6 +38,7 @@ class Terminal:
     def on_plan(self, plan: Plan, state: TrainState, slots: int) -> None:
         """Print the plan, then start the bar."""
         self.close()
+        self.stopping = "stopping after the commit of this step"
         self.console.print(plan_report(plan, slots=slots))
         verb = "going on after" if state.step else "from"
         self.console.print(f"{verb} step {state.step} of {state.config.train.steps}")

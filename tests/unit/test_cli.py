@@ -6,13 +6,16 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner, Result
 
 from megatrain.ckpt_cli import cli as ckpt
 from megatrain.cli import cli
+from megatrain.progress import Terminal
 from tests.support.runs import run_config, tiny_llama, token_rows
 from tiering.store import open_writer
 
@@ -56,6 +59,21 @@ def refused(result: Result, code: int, *words: str) -> None:
     assert "Traceback" not in result.output
     for word in words:
         assert word in result.stderr
+
+
+@pytest.mark.parametrize("group", [cli, ckpt])
+def test_the_version_is_told(group):
+    try:
+        expected = version("megatrain")
+    except PackageNotFoundError:
+        pytest.skip("megatrain is not installed here, so it has no version")
+    assert expected in call("--version", group=group).stdout
+
+
+def test_a_note_is_printed_as_it_is(capsys):
+    plan = SimpleNamespace(notes=["ignored [/x] and [bold]"])
+    Terminal().on_conversion(plan)
+    assert "note: ignored [/x] and [bold]" in capsys.readouterr().err
 
 
 def test_an_unknown_key_is_answered_with_the_nearest_known_one(tmp_path, run_file):

@@ -1,0 +1,301 @@
+"""The store of a run: found, made from a model's folder, or refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from checkpoint.plan import Plan as ConversionPlan
+from checkpoint.schema import Layout
+from megatrain.config import RunConfig
+from megatrain.inputs import Inputs, open_inputs
+from megatrain.trainer import Stop
+from tiering import fsops
+from tiering.errors import MegatrainError, RefusedError, StorageError
+from tiering.generations import read_root
+from tiering.store import StoreWriter
+
+log = logging.getLogger(__name__)
+
+RUN_FILE = "run.json"
+METRICS_FILE = "metrics.jsonl"
+CONVERTED_FILE = "converted.json"
+STORE_ROOT = "zarr.json"
+STORE_FOLDER = "store"
+
+
+class ConversionObserver(Protocol):
+    """Whoever watches a conversion."""
+
+    def on_conversion(self, plan: ConversionPlan) -> None:
+        """Hear what a conversion will do, before it writes anything."""
+
+    def on_converted(self, done: int, total: int) -> None:
+        """Take its progress in bytes."""
+
+
+def is_store(path: Path) -> bool:
+    """Return whether ``path`` has the root of a store."""
+    return (path / STORE_ROOT).is_file()
+
+
+def store_path(config: RunConfig) -> Path:
+    """Return where the run's store is: the model itself, or a folder of the run."""
+    return config.model if is_store(config.model) else config.out / STORE_FOLDER
+
+
+# -- finding -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a run is now; ``out`` is None if only its store is known."""
+
+    store: Path
+    out: Path | None
+
+    def apply(self, config: RunConfig) -> RunConfig:
+        """Return ``config`` as of a run that is here, wherever it was when it was written."""
+        out = self.out or config.out
+        trained_in_place = config.model == config.out / STORE_FOLDER
+        if out != config.out:
+            log.warning("the run's folder is %s now; it was %s", out, config.out)
+        elif not out.is_dir():
+            log.warning("the run's folder %s is gone: its metrics begin anew there", out)
+        moved = config.model_copy(update={"out": out})
+        if trained_in_place or not _same(store_path(moved), self.store):
+            moved = moved.model_copy(update={"model": self.store})
+        return moved
+
+
+def find(place: Path) -> Place:
+    """Return the run whose folder, or whose store, ``place`` is.
+
+    The folder that was opened counts, not where it was when the run began.
+
+    Raises:
+        RefusedError: There is no run.
+    """
+    place = Path(os.path.abspath(place))
+    if is_store(place):
+        parent = place.parent
+        return Place(store=place, out=parent if _is_folder_of(parent, place) else None)
+    if not (place / RUN_FILE).is_file():
+        raise RefusedError(
+            f"{place}: neither a store (no {STORE_ROOT}) nor a run's folder (no {RUN_FILE})"
+        )
+    return Place(store=_store_of(place), out=place)
+
+
+def _store_of(folder: Path) -> Path:
+    """Return the store of a run's folder; one inside it moves, and is copied, with it."""
+    config = read_run_file(folder)
+    recorded, inside = store_path(config), folder / STORE_FOLDER
+    candidates = [recorded, inside]
+    if recorded == config.out / STORE_FOLDER:
+        candidates.reverse()
+    for candidate in candidates:
+        if is_store(candidate):
+            return candidate
+    where = config.model if recorded == config.out / STORE_FOLDER else recorded
+    raise RefusedError(
+        f"{folder}: its store is gone: neither {inside} nor {where} is one; if it was moved, "
+        "resume the store itself"
+    )
+
+
+def _is_folder_of(folder: Path, store: Path) -> bool:
+    if not (folder / RUN_FILE).is_file():
+        return False
+    try:
+        return _same(_store_of(folder), store)
+    except RefusedError:  # torn: then the place decides
+        return store.name == STORE_FOLDER
+
+
+def _same(one: Path, other: Path) -> bool:
+    return one.resolve() == other.resolve()
+
+
+def read_run_file(folder: Path) -> RunConfig:
+    """Return the configuration in a run's folder.
+
+    Raises:
+        RefusedError: It is torn, or not one.
+    """
+    path = folder / RUN_FILE
+    try:
+        return RunConfig.from_json(path.read_bytes())
+    except OSError as error:
+        raise StorageError("read", path, errno=error.errno or 0) from error
+    except (ValueError, MegatrainError) as error:
+        raise RefusedError(
+            f"{path}: not the settings of a run: {error}; resume the store itself, usually "
+            f"{folder / STORE_FOLDER}"
+        ) from error
+
+
+def write_run_file(config: RunConfig) -> None:
+    """Leave the configuration in the run's folder; it leads resume to the store.
+
+    Call it with the store's lock held: two runs that want one folder must not both write.
+    """
+    _write(config.out, RUN_FILE, config.to_json())
+
+
+def _write(folder: Path, name: str, text: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    fresh = folder / f"{name}.new"
+    fsops.unlink(fresh, missing_ok=True)
+    fsops.write_file(fresh, text.encode())
+    fsops.replace(fresh, folder / name)
+    fsops.fsync_dir(folder)
+
+
+# -- making ------------------------------------------------------------------------------------
+
+
+def convert_model(config: RunConfig, observer: ConversionObserver, stop: Stop) -> Inputs | None:
+    """Make the run's store of the model's folder; return the inputs, or None if it is there.
+
+    Plan and data are tried before the first byte is converted: a run that would be refused
+    later is refused now. A refused or interrupted conversion leaves nothing.
+
+    Raises:
+        KeyboardInterrupt: ``stop`` was requested meanwhile.
+    """
+    target = store_path(config)
+    if target == config.model:
+        return None
+    if not config.model.is_dir():
+        raise RefusedError(f"model: {config.model} is neither a store nor a folder")
+    if is_store(target):
+        _require_same_model(config, target)
+        return None
+    from checkpoint.plan import plan_conversion
+
+    layout = Layout.FLOAT32 if config.train.dtype == "float32" else Layout(config.store.layout)
+    conversion = plan_conversion(config.model, layout=layout)
+    inputs = open_inputs(conversion.schema, conversion.side_files, config)
+    try:
+        _convert(config, target, layout, observer, stop)
+    except BaseException:
+        inputs.dataset.close()
+        raise
+    return inputs
+
+
+def _convert(
+    config: RunConfig, target: Path, layout: Layout, observer: ConversionObserver, stop: Stop
+) -> None:
+    from checkpoint.convert import convert
+
+    def on_progress(done: int, total: int) -> None:
+        observer.on_converted(done, total)
+        if stop.requested:
+            raise KeyboardInterrupt
+
+    with _folder(config.out):
+        convert(
+            config.model,
+            target,
+            drives=config.store.drives,
+            layout=layout,
+            ram=config.memory.ram,
+            on_plan=observer.on_conversion,
+            on_progress=on_progress,
+        )
+    _write(config.out, CONVERTED_FILE, json.dumps(_origin(config, target)))
+
+
+@contextmanager
+def _folder(path: Path) -> Iterator[None]:
+    """Make a folder and its parents; an exception removes those that were made."""
+    made = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        for folder in made:
+            if any(folder.iterdir()):
+                break
+            folder.rmdir()
+        raise
+
+
+def _origin(config: RunConfig, store: Path) -> Mapping[str, str]:
+    """Return what :data:`CONVERTED_FILE` says of a store: the one, and the folder it is from."""
+    return {"model": str(config.model.resolve()), "store": read_root(store).uuid}
+
+
+# -- refusing ----------------------------------------------------------------------------------
+
+
+def require_usable_out(out: Path) -> None:
+    """Refuse a run's folder that cannot be one, before anything is done for it."""
+    nearest = next(folder for folder in (out, *out.parents) if folder.exists())
+    if not nearest.is_dir():
+        raise RefusedError(f"out: {out} cannot be a folder: {nearest} is a file")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise RefusedError(f"out: {out} cannot be written: no permission in {nearest}")
+
+
+def _require_same_model(config: RunConfig, target: Path) -> None:
+    """Refuse a store that is not known to be the finished conversion of the run's model."""
+    try:
+        found = json.loads((config.out / CONVERTED_FILE).read_bytes())
+    except (OSError, ValueError):
+        found = None
+    if found == _origin(config, target):
+        log.warning("using %s, which was converted from %s before", target, config.model)
+        return
+    raise RefusedError(
+        f"{target} is there already and is not known to be made from {config.model}; choose "
+        f"another out, or train that store with model: {target}"
+    )
+
+
+def require_same_drives(config: RunConfig, store: StoreWriter) -> None:
+    """Refuse ``store.drives`` for a store that has others: they are chosen when it is made."""
+    wanted = [folder.resolve() for folder in config.store.drives]
+    found = [drive.folder.resolve().parent for drive in store.drives]
+    if wanted and set(wanted) != set(found):
+        raise RefusedError(
+            f"store.drives: {store.path} is there already, on {_listed(found)}; leave "
+            f"store.drives out, or convert the model again to have it on {_listed(wanted)}"
+        )
+
+
+def _listed(folders: list[Path]) -> str:
+    return ", ".join(map(str, folders))
+
+
+def require_own_shards(store: StoreWriter, recorded: RunConfig) -> None:
+    """Refuse the copy of a store whose shards were not copied: two runs would write them.
+
+    ``recorded`` are the run's settings from before it was moved or copied.
+    """
+    uuid = read_root(store.path).uuid
+    outside = [d.folder for d in store.drives if not d.folder.is_relative_to(store.path)]
+    for other in (recorded.model, recorded.out / STORE_FOLDER):
+        if not outside or not is_store(other) or _same(other, store.path):
+            continue
+        if read_root(other).uuid == uuid:
+            raise RefusedError(
+                f"{store.path} is a copy of {other}, and both have their shards in {outside[0]}; "
+                "to have a second run, export the weights and train those"
+            )
+
+
+def was_begun(out: Path, store: Path) -> bool:
+    """Return whether a run on ``store`` was begun in the run's folder ``out``."""
+    try:
+        return (out / RUN_FILE).is_file() and _same(_store_of(out), store)
+    except RefusedError:
+        return False
