@@ -1,0 +1,68 @@
+"""Peak memory of a whole training process, and the bytes that its steps move, per parameter."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+RUN = """
+model: {model}
+out: {folder}/run
+data: {{train: {folder}/rows.jsonl, max_seq_len: {length}}}
+train: {{steps: {steps}, micro_batch: {batch}, accumulate: 1, warmup_steps: 0}}
+memory: {{ram: {ram}}}
+"""
+
+
+def parameters(model: Path) -> int:
+    """Return the number of elements in the folder's only weights file."""
+    with (model / "model.safetensors").open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    header.pop("__metadata__", None)
+    return sum((b - a) // 2 for a, b in (tensor["data_offsets"] for tensor in header.values()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path, help="a Hugging Face folder with one bf16 file")
+    parser.add_argument("--ram", default="256MiB")
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=3)
+    args = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="bench-", dir=".")).resolve()
+    try:
+        rng = random.Random(0)
+        words = json.loads((args.model / "config.json").read_text())["vocab_size"]
+        rows = [[rng.randrange(3, words) for _ in range(args.length)] for _ in range(8)]
+        lines = (json.dumps({"input_ids": row}) + "\n" for row in rows)
+        (folder / "rows.jsonl").write_text("".join(lines))
+        settings = vars(args) | {"folder": folder, "model": args.model.resolve()}
+        (folder / "run.yaml").write_text(RUN.format(**settings))
+        command = "from megatrain.cli import main; main()"
+        subprocess.run(
+            [sys.executable, "-c", command, "train", str(folder / "run.yaml")], check=True
+        )
+        peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+        print(f"memory.ram {args.ram}: peak RSS of the whole process {peak:.0f} MiB")
+        count = parameters(args.model)
+        for line in (folder / "run" / "metrics.jsonl").read_text().splitlines():
+            row = json.loads(line)
+            read, written = row["read_bytes"]["nvme"], row["written_bytes"]["nvme"]
+            print(
+                f"step {row['step']}: read {read / count:.3f} B, written {written / count:.3f} B "
+                f"a parameter, {row['step_s']:.1f} s"
+            )
+    finally:
+        shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()
