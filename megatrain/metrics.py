@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from tiering import fsops
 from tiering.errors import StorageError
 
 log = logging.getLogger(__name__)
@@ -18,23 +18,26 @@ Row = dict[str, Any]
 
 
 class MetricsLog:
-    """Appends rows; what was appended is in the file when :meth:`append` returns (not fsynced)."""
+    """Appends rows; what was appended is in the file when :meth:`append` returns."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def append(self, row: Mapping[str, Any], *, durable: bool = False) -> None:
-        """Add one row, which names its ``step``; numbers that are not finite become null."""
+        """Add one row, which names its ``step``; numbers that are not finite become null.
+
+        With ``durable`` this row, and those before it, outlive a power cut from here on.
+        """
         line = json.dumps({key: _finite(value) for key, value in row.items()}, allow_nan=False)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(line + "\n")
-                if durable:  # a commit that survives a power cut must not lose its row
-                    file.flush()
-                    os.fsync(file.fileno())
         except OSError as error:
             raise StorageError("write", self.path, errno=error.errno or 0) from error
+        if durable:
+            fsops.fsync_file(self.path)
+            fsops.fsync_dir(self.path.parent)
 
     def read(self) -> list[Row]:
         """Return every whole row; a line that a kill or a power cut has torn is left out."""
@@ -49,15 +52,10 @@ class MetricsLog:
             return 0
         kept = [row for row in self._rows() if row["step"] <= step]
         fresh = self.path.with_name(self.path.name + ".new")
-        try:
-            with fresh.open("w", encoding="utf-8") as file:
-                file.writelines(json.dumps(row) + "\n" for row in kept)
-                file.flush()
-                os.fsync(file.fileno())  # bytes before name: never an empty file after a power cut
-            fresh.replace(self.path)
-        except OSError as error:
-            fresh.unlink(missing_ok=True)
-            raise StorageError("write", fresh, errno=error.errno or 0) from error
+        fsops.unlink(fresh, missing_ok=True)
+        fsops.write_file(fresh, b"".join(json.dumps(row).encode() + b"\n" for row in kept))
+        fsops.replace(fresh, self.path)
+        fsops.fsync_dir(self.path.parent)
         return len(kept)
 
     def _rows(self) -> Iterator[Row]:

@@ -359,54 +359,35 @@ class _StepBuilder(OpList):
     def update(self) -> None:
         """Update every unit slab by slab: read, Adam, write, three lanes overlapped."""
         for unit in self.shape.units:
-            cut = list(spans(0, unit.length, self.sizes.slab_length))
-            for a, b in cut:
+            for a, b in spans(0, unit.length, self.sizes.slab_length):
                 self.update_slab(unit.name, (a, b), last=b == unit.length)
             if self.step.commit:
                 self.flush_resident(unit)
         self.free_at(self.updates[-1], self.outer_grads)
 
     def update_slab(self, unit: str, span: tuple[int, int], *, last: bool) -> None:
+        """Update one span; what is resident is updated where it lies, without a slab."""
         reads, writes, grads = self.update_moves(unit, span)
-        staged = bool(reads or writes or grads)
-        slab: Take | None = None
-        reuse: tuple[int, ...] = ()
-        if staged:
-            nbytes = self.shape.update_slab_nbytes(self.sizes.slab_length)
-            slab, reuse = self.update_slabs.take(nbytes)
-        deps: list[int] = [self.norm, *reuse]
-        takes = (slab,) if slab else ()
-        if reads:
-            op = self.add(
-                Lane.IO_READ,
-                Kind.READ_STATE,
-                unit,
-                span,
-                deps=reuse,
-                takes=takes,
-                target=slab,
-                moves=reads,
-            )
-            deps.append(op)
-            takes = ()
         ready = self.grads_ready.get(unit, {}).get(span[0])
-        if ready is not None:
-            deps.append(ready)
-        if grads:
-            op = self.add(
-                Lane.IO_READ,
-                Kind.READ_GRADS,
-                unit,
-                span,
-                deps=(*reuse, *(() if ready is None else (ready,))),
-                takes=takes,
-                target=slab,
-                moves=grads,
-            )
-            deps.append(op)
-            takes = ()
-        held = self.held_grads.get(unit)
-        frees = [held] if held and last else []
+        waits = () if ready is None else (ready,)
+        slab, reuse = self.update_slab_for(bool(reads or writes or grads))
+        fetches = [(Kind.READ_STATE, reads, reuse), (Kind.READ_GRADS, grads, (*reuse, *waits))]
+        takes, deps = _some(slab), [self.norm, *waits, *reuse]
+        for kind, moves, after in fetches:
+            if moves:
+                op = self.add(
+                    Lane.IO_READ,
+                    kind,
+                    unit,
+                    span,
+                    deps=after,
+                    takes=takes,
+                    target=slab,
+                    moves=moves,
+                )
+                takes = ()
+                deps.append(op)
+        frees = _some(self.held_grads.get(unit)) if last else ()
         done = self.add(
             Lane.HOST,
             Kind.UPDATE,
@@ -414,25 +395,36 @@ class _StepBuilder(OpList):
             span,
             deps=deps,
             takes=takes,
-            frees=frees if writes or not slab else [*frees, slab],
+            frees=frees if writes else (*frees, *_some(slab)),
             source=slab,
             moves=self.resident_moves(unit, span),
             flops=float(span[1] - span[0]),
         )
         if writes and slab:
-            done = self.add(
-                Lane.IO_WRITE,
-                Kind.WRITE_STATE,
-                unit,
-                span,
-                deps=(done,),
-                frees=(slab,),
-                source=slab,
-                moves=writes,
-            )
+            done = self.write_state(unit, span, slab, writes, done)
         if slab:
             self.update_slabs.free(slab, done)
         self.updates.append(done)
+
+    def update_slab_for(self, staged: bool) -> tuple[Take | None, tuple[int, ...]]:
+        """Return the next update slab and what must end before its use; None if not needed."""
+        if not staged:
+            return None, ()
+        return self.update_slabs.take(self.shape.update_slab_nbytes(self.sizes.slab_length))
+
+    def write_state(
+        self, unit: str, span: tuple[int, int], slab: Take, writes: Sequence[Move], updated: int
+    ) -> int:
+        return self.add(
+            Lane.IO_WRITE,
+            Kind.WRITE_STATE,
+            unit,
+            span,
+            deps=(updated,),
+            frees=(slab,),
+            source=slab,
+            moves=writes,
+        )
 
     def update_moves(
         self, unit: str, span: tuple[int, int]

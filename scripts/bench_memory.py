@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import resource
 import shutil
 import subprocess
 import sys
@@ -18,6 +17,14 @@ out: {folder}/run
 data: {{train: {folder}/rows.jsonl, max_seq_len: {length}}}
 train: {{steps: {steps}, micro_batch: {batch}, accumulate: 1, warmup_steps: 0}}
 memory: {{ram: {ram}}}
+"""
+
+PEAK = """
+from megatrain.cli import cli
+try:
+    cli()
+finally:
+    print(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")))
 """
 
 
@@ -46,11 +53,9 @@ def main() -> None:
         (folder / "rows.jsonl").write_text("".join(lines))
         settings = vars(args) | {"folder": folder, "model": args.model.resolve()}
         (folder / "run.yaml").write_text(RUN.format(**settings))
-        command = "from megatrain.cli import main; main()"
-        subprocess.run(
-            [sys.executable, "-c", command, "train", str(folder / "run.yaml")], check=True
-        )
-        peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+        command = [sys.executable, "-c", PEAK, "train", str(folder / "run.yaml")]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        peak = int(done.stdout.split("VmHWM:")[1].split()[0]) / 1024
         print(f"memory.ram {args.ram}: peak RSS of the whole process {peak:.0f} MiB")
         count = parameters(args.model)
         for line in (folder / "run" / "metrics.jsonl").read_text().splitlines():

@@ -102,7 +102,8 @@ def main() -> None:
     try:
         data = folder / "rows.jsonl"
         data.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in ids.tolist()))
-        memory = {"ram": args.ram, "resident": args.resident}
+        resident = int(args.resident) if args.resident.isdigit() else args.resident
+        memory = {"ram": args.ram, "resident": resident}
         document = {
             "model": str(args.model),
             "out": str(folder / "run"),
