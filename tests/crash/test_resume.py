@@ -80,6 +80,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return tiny_llama(folder / "model", tie=True), token_rows(folder / "rows.jsonl", count=20)
 
 
+KILLS = 20
 MEMORY = {
     "disk": {"memory__resident": 1, "memory__gradients": "disk"},
     "half, committed every 3 steps": {"memory__resident": "100KiB", "store__commit_every": 3},
@@ -93,7 +94,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_bits(tmp_path, processes
     expected, rows = read_state(tmp_path / "whole" / "store"), numbers(tmp_path / "whole")
     rng, kills = random.Random(7), 0
     config = run_config(*inputs, tmp_path / "killed", train__steps=12, **memory)
-    while kills < 10:
+    while kills < KILLS:
         started = processes.Event()
         process = processes.Process(target=work, args=(config.to_json(), started))
         process.start()
