@@ -235,10 +235,6 @@ class Schema:
         """Return the roles that ``unit`` is stored in."""
         return TRAINABLE_ROLES[self.layout] if unit.trainable else (Role.WEIGHTS,)
 
-    def weights_role(self, unit: Unit) -> Role:
-        """Return the role that the device computes with."""
-        return self.roles(unit)[0]
-
     def record(self, unit: Unit, role: Role | str) -> Record:
         """Return the record of one role of ``unit``."""
         return Record(

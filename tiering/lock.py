@@ -11,7 +11,6 @@ import socket
 import sys
 import time
 from pathlib import Path
-from types import TracebackType
 
 from tiering import fsops
 from tiering.errors import LockedError, StorageError
@@ -49,12 +48,7 @@ class StoreLock:
     def __enter__(self) -> StoreLock:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

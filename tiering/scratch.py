@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping
-from types import TracebackType
 
 from tiering.backends.probe import open_unnamed
 from tiering.errors import CapacityError, StorageError
@@ -89,10 +88,5 @@ class Scratch:
     def __enter__(self) -> Scratch:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -123,10 +123,9 @@ def _write_shard(path: Path, shard: OutputShard, content: Content) -> None:
                 moved = sum(file.write(piece) for piece in content(tensor))
                 if moved != tensor.nbytes:
                     raise StorageError("write", path, wanted=tensor.nbytes, moved=moved)
-            file.flush()
-            os.fsync(file.fileno())
     except OSError as error:
         raise StorageError("write", path, errno=error.errno or 0) from error
+    fsops.fsync_file(path)
 
 
 @contextmanager

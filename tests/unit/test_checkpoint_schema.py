@@ -73,7 +73,6 @@ def test_a_layout_costs_its_bytes_per_parameter(
     unit = schema.unit("layer.001")
     assert schema.roles(unit) == roles
     assert sum(schema.record(unit, role).nbytes for role in roles) == nbytes * 64
-    assert schema.weights_role(unit) == roles[0]
 
 
 def test_untrained_tensors_are_shared_and_keep_their_dtype() -> None:
