@@ -8,20 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.tiering_stores import content, make_store, small_chunks
+from tests.support.tiering_stores import content, make_store, small_chunks, small_record
 from tiering.backends.zarr3 import open_array, register_bfloat16
 from tiering.records import Record
 from tiering.store import create_store, open_writer
 
 RECORDS = (
     *(
-        Record(name=f"some.{dtype}", dtype=dtype, length=3 * 4096 * 8 + 1001)
+        small_record(f"some.{dtype}", dtype, 3 * 4096 * 8 + 1001)
         for dtype in ("bfloat16", "float32", "float16", "int64", "uint8", "bool")
     ),
-    Record(name="full", dtype="float32", length=8 * 4096),
-    Record(name="one", dtype="bfloat16", length=1),
-    Record(name="hole", dtype="bfloat16", length=5 * 4096 + 3),
-    Record(name="carried", dtype="float32", length=4097, shared=True),
+    small_record("full", "float32", 8 * 4096),
+    small_record("one", "bfloat16", 1),
+    small_record("hole", "bfloat16", 5 * 4096 + 3),
+    small_record("carried", "float32", 4097, shared=True),
 )
 
 
@@ -108,7 +108,7 @@ def test_shards_lie_on_both_drives_and_slots_of_a_shard_on_one(store: Path) -> N
 
 
 def test_the_metadata_is_plain_and_names_its_codecs(tmp_path: Path) -> None:
-    store = make_store(tmp_path / "s", records=(Record(name="a", dtype="bfloat16", length=9),))
+    store = make_store(tmp_path / "s", records=(small_record("a", "bfloat16", 9),))
     document = json.loads((store / "slots/0/a/zarr.json").read_text())
     assert document["data_type"] == "bfloat16"
     [codec] = document["codecs"]
