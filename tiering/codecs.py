@@ -82,14 +82,14 @@ class Codec(StrEnum):
             return nbytes + (nbytes >> 8) + max(0, ((128 << 10) - nbytes) >> 11)
         return nbytes + _BLOSC_OVERHEAD
 
-    def encode(self, data: memoryview, itemsize: int) -> Buffer:
-        """Return ``data`` encoded, without its crc32c; ``none`` returns ``data`` itself."""
+    def compress(self, data: memoryview, itemsize: int) -> Buffer:
+        """Return ``data`` compressed, without its crc32c; ``none`` returns ``data`` itself."""
         if self is Codec.NONE:
             return data
         encoded: bytes = _coder(self, itemsize).encode(data)
         return encoded
 
-    def decode(self, data: memoryview, out: memoryview) -> None:
+    def decompress(self, data: memoryview, out: memoryview) -> None:
         """Fill ``out`` with what ``data`` decodes to; no byte is written beyond ``out``.
 
         Raises:
