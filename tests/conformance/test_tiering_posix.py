@@ -25,19 +25,6 @@ class TestDirect(BackendConformance):
             pytest.skip(f"{folder}: no direct I/O: {access.reason}")
         return PosixBackend("test", direct=True, writable=True)
 
-    @pytest.mark.parametrize(
-        ("offset", "start", "nbytes"), [(1, 0, 4096), (0, 64, 4096), (0, 0, 5)]
-    )
-    def test_a_misaligned_request_is_refused_before_it_moves(
-        self, tmp_path: Path, offset: int, start: int, nbytes: int
-    ) -> None:
-        path = self.make_file(tmp_path, bytes(4 * ALIGNMENT))
-        backend = self.make_backend(tmp_path)
-        view = aligned_buffer(2 * ALIGNMENT)[start : start + nbytes]
-        with pytest.raises(ValueError, match="must be multiples of 4096"):
-            backend.read(path, offset, view)
-        backend.close()
-
 
 class TestFewDescriptors(BackendConformance):
     def make_backend(self, folder: Path) -> PosixBackend:

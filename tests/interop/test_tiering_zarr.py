@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.support.tiering_stores import content, make_store, small_chunks, small_record
-from tiering.backends.zarr3 import open_array, register_bfloat16
+from tiering.backends.zarr_bfloat16 import open_array, register_bfloat16
 from tiering.records import Record
 from tiering.store import create_store, open_writer
 
