@@ -10,36 +10,81 @@ from typing import Any, Self
 from tiering import fsops
 from tiering.backends.posix import OPEN_FILES, PosixBackend
 from tiering.backends.probe import Access, probe
+from tiering.backends.zarr3 import Zarr3Backend
 from tiering.checksum import Table
 from tiering.drives import Drive
-from tiering.manifest import Manifest, parse_object
+from tiering.generations import read_manifest
+from tiering.manifest import Generation, Manifest, Root, parse_object
 from tiering.recordio import RecordFiles
 from tiering.records import Record
 from tiering.schema_files import read_schema_file, schema_digests
+from tiering.slots import Locations, locate, read_metadata
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkRef:
-    """Where the valid bytes of one chunk lie, and what their crc32c was when committed."""
+    """Where the valid bytes of one chunk lie, and what their crc32c was when committed.
+
+    ``offset`` is None where the chunk is encoded: then the shard's index says where it begins.
+    """
 
     index: int
     path: Path
     drive: int
-    offset: int
+    offset: int | None
     nbytes: int
     crc: int
 
+    def __str__(self) -> str:
+        where = f"chunk {self.index}" if self.offset is None else f"offset {self.offset}"
+        return f"drive {self.drive}: {self.path} at {where}, {self.nbytes} B"
 
-def records_of(manifest: Manifest, documents: Mapping[str, bytes]) -> dict[str, Record]:
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenGeneration:
+    """One listed generation, complete as far as can be seen without reading its bytes.
+
+    ``documents`` are the metadata files of its slot, ``table`` the crc32c of every chunk.
+    """
+
+    manifest: Manifest
+    table: Table
+    documents: Mapping[str, bytes]
+    records: Mapping[str, Record]
+    locations: Locations
+
+
+def open_generation(
+    store: Path, root: Root, generation: Generation, drives: Sequence[Drive]
+) -> OpenGeneration:
+    """Return what a listed generation is, after checking digests, links and lengths.
+
+    Raises:
+        CorruptionError: A manifest, metadata, link or shard is not what was committed.
+    """
+    manifest, table = read_manifest(store, root, generation)
+    documents = read_metadata(store, generation.slot, manifest.metadata)
+    records = _records_of(manifest, documents)
+    locations = locate(
+        store,
+        generation.slot,
+        records=list(records.values()),
+        drives=drives,
+        lengths={name: entry.files for name, entry in manifest.records.items()},
+    )
+    return OpenGeneration(
+        manifest=manifest,
+        table=table,
+        documents=documents,
+        records=records,
+        locations=locations,
+    )
+
+
+def _records_of(manifest: Manifest, documents: Mapping[str, bytes]) -> dict[str, Record]:
     """Return the records of a generation with the attributes that their metadata holds."""
     return {
-        name: Record(
-            name=name,
-            dtype=entry.dtype,
-            length=entry.length,
-            shared=entry.shared,
-            attributes=_attributes(name, documents),
-        )
+        name: entry.record(name, _attributes(name, documents))
         for name, entry in manifest.records.items()
     }
 
@@ -84,7 +129,15 @@ class OpenStore:
             )
             for drive, access in zip(self.drives, self.access, strict=True)
         )
-        self._files = RecordFiles(records, self.backends)
+        self._encoded: dict[int, Zarr3Backend] = {}
+        self._writable = writable
+        self._files = RecordFiles(self.backends.__getitem__, self._encoded_backend)
+
+    def _encoded_backend(self, drive: int) -> Zarr3Backend:
+        """Return what moves the encoded shards of a drive; most stores have none."""
+        if drive not in self._encoded:
+            self._encoded[drive] = Zarr3Backend(str(drive), writable=self._writable)
+        return self._encoded[drive]
 
     def schema_names(self) -> list[str]:
         """Return the names of the files that were given when the store was created."""
@@ -96,7 +149,7 @@ class OpenStore:
 
     def close(self) -> None:
         """Wait for transfers in flight and close every file."""
-        for backend in self.backends:
+        for backend in (*self.backends, *self._encoded.values()):
             backend.close()
 
     def __enter__(self) -> Self:
@@ -114,7 +167,7 @@ class OpenStore:
             index=index,
             path=found.path,
             drive=found.drive,
-            offset=place * geometry.chunk_nbytes,
+            offset=None if record.codec is not None else place * geometry.chunk_nbytes,
             nbytes=min(geometry.chunk_nbytes, record.nbytes - index * geometry.chunk_nbytes),
             crc=int(checksums[index]),
         )
