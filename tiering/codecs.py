@@ -238,7 +238,7 @@ def encode_index(spec: ShardSpec, places: Sequence[Place]) -> bytes:
     return data + struct.pack("<I", crc32c(data))
 
 
-def decode_index(spec: ShardSpec, data: bytes, data_nbytes: int) -> list[Place]:
+def decode_index(spec: ShardSpec, data: Buffer, data_nbytes: int) -> list[Place]:
     """Return where the chunks of a shard lie, whose index follows ``data_nbytes`` of them.
 
     Raises:

@@ -34,6 +34,8 @@ class Scratch(threading.local):
 class OpenShard:
     """One version of a shard file. Thread-safe, except that ``close`` must come last.
 
+    Offsets in its errors are those of the file.
+
     Raises:
         CorruptionError: The file is too short, or its index is damaged or leads elsewhere.
         StorageError: The file is missing or cannot be read.
@@ -93,7 +95,9 @@ class OpenShard:
         (expected,) = struct.unpack("<I", crc)
         found = crc32c(data)
         if found != expected:
-            raise self._damaged(chunk, offset, f"crc32c is {found:08x}, the file says {expected:08x}")
+            raise self._damaged(
+                chunk, offset, f"crc32c is {found:08x}, the file says {expected:08x}"
+            )
 
     def _damaged(self, chunk: int, offset: int, what: str) -> CorruptionError:
         return CorruptionError(
@@ -114,7 +118,9 @@ class OpenShard:
         try:
             return decode_index(self._spec, data, start)
         except CorruptionError as error:
-            raise CorruptionError(f"{where}: index at offset {start} is damaged: {error}") from error
+            raise CorruptionError(
+                f"{where}: index at offset {start} is damaged: {error}"
+            ) from error
 
     def _fill(self, views: list[memoryview], offset: int) -> None:
         """Read exactly ``views`` from ``offset``."""
@@ -127,9 +133,7 @@ class OpenShard:
             moved += count
 
     @contextmanager
-    def _reading(
-        self, action: str, offset: int, wanted: int = 0, moved: int = 0
-    ) -> Iterator[None]:
+    def _reading(self, action: str, offset: int, wanted: int = 0, moved: int = 0) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -138,15 +142,8 @@ class OpenShard:
     def _failed(
         self, action: str, errno: int, offset: int, wanted: int, moved: int
     ) -> StorageError:
-        return StorageError(
-            action,
-            self._path,
-            errno=errno,
-            offset=offset + moved,
-            wanted=wanted,
-            moved=moved,
-            hint=self._spec.name,
-        )
+        at = offset + moved
+        return StorageError(action, self._path, errno=errno, offset=at, wanted=wanted, moved=moved)
 
 
 def _behind(views: list[memoryview], moved: int) -> list[memoryview]:
@@ -222,3 +219,62 @@ class OpenShards:
         with self._guard:
             for path in list(self._entries):
                 self._drop(path)
+
+
+@dataclass(slots=True, eq=False)
+class _Decoded:
+    guard: threading.Lock = field(default_factory=threading.Lock)
+    shard: OpenShard | None = None
+    chunk: int = 0
+    data: bytearray = field(default_factory=bytearray)
+    filled: bool = False
+    users: int = 0
+
+
+class DecodedChunks:
+    """The chunks that were decoded last, for reads of parts of them. Thread-safe.
+
+    There are at most as many as ``capacity`` or as are in use at once, whichever is more.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._guard = threading.Lock()
+        self._entries: list[_Decoded] = []  # the longest unused first
+
+    @contextmanager
+    def lease(self, shard: OpenShard, chunk: int, nbytes: int) -> Iterator[memoryview]:
+        """Lend the decoded ``chunk`` of ``shard``, which has ``nbytes``."""
+        entry = self._acquire(shard, chunk)
+        try:
+            with entry.guard:  # whoever wants the same chunk waits instead of decoding it again
+                if not entry.filled:
+                    if len(entry.data) != nbytes:
+                        entry.data = bytearray(nbytes)
+                    shard.read_chunk(chunk, memoryview(entry.data))
+                    entry.filled = True
+            yield memoryview(entry.data).toreadonly()
+        finally:
+            with self._guard:
+                entry.users -= 1
+
+    def _acquire(self, shard: OpenShard, chunk: int) -> _Decoded:
+        with self._guard:
+            entry = self._find(shard, chunk) or self._make_room()
+            if entry.shard is not shard or entry.chunk != chunk:
+                entry.shard, entry.chunk, entry.filled = shard, chunk, False
+            self._entries = [other for other in self._entries if other is not entry] + [entry]
+            entry.users += 1
+            return entry
+
+    def _find(self, shard: OpenShard, chunk: int) -> _Decoded | None:
+        return next((e for e in self._entries if e.shard is shard and e.chunk == chunk), None)
+
+    def _make_room(self) -> _Decoded:
+        idle = next((e for e in self._entries if not e.users), None)
+        return idle if idle and len(self._entries) >= self._capacity else _Decoded()
+
+    def clear(self) -> None:
+        """Give the memory back."""
+        with self._guard:
+            self._entries.clear()
