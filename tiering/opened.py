@@ -149,7 +149,9 @@ class OpenStore:
 
     def close(self) -> None:
         """Wait for transfers in flight and close every file."""
-        for backend in (*self.backends, *self._encoded.values()):
+        for encoded in self._encoded.values():
+            encoded.close()
+        for backend in self.backends:
             backend.close()
 
     def __enter__(self) -> Self:

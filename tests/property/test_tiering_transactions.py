@@ -26,6 +26,8 @@ RECORDS = (
     small_record("a", "float32", 4099),
     small_record("b", "bfloat16", 10),
     small_record("c", "float32", 3, shared=True),
+    small_record("d", "float32", 8 * 4096 + 5, codec="zstd"),
+    small_record("e", "bfloat16", 7, shared=True, codec="none"),
 )
 
 
