@@ -161,7 +161,7 @@ class OpenStore:
         self.close()
 
     def _chunk(self, name: str, index: int, slot: int, checksums: Table) -> ChunkRef:
-        record = self.records[name]
+        record = self._files.records(slot)[name]
         geometry = record.geometry
         shard, place = divmod(index, geometry.chunks_per_shard)
         found = self._files.locations(slot)[name][shard]

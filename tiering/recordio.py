@@ -84,6 +84,10 @@ class RecordFiles:
     def _backend(self, record: Record, shard: Shard) -> Backend:
         return (self._plain if record.codec is None else self._encoded)(shard.drive)
 
+    def records(self, slot: int) -> Mapping[str, Record]:
+        """Return what ``slot`` holds."""
+        return self._slots[slot].records
+
     def locations(self, slot: int) -> Locations:
         """Return where the shards of ``slot`` lie."""
         return self._slots[slot].locations

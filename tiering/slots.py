@@ -100,11 +100,22 @@ def _create_shard(path: Path, record: Record, shard: int) -> None:
 
 
 def delete_slot(store: Path, slot: int, *, drives: Sequence[Drive]) -> None:
-    """Remove every file of ``slot``, finished or not; files of shared records stay."""
+    """Remove every file of ``slot``, finished or not; shared ones only if no other links to it."""
     for drive in drives:
         for path in sorted(drive.folder.glob(f"{slot}.*")):
             fsops.unlink(path)
     fsops.remove_tree(slot_folder(store, slot))
+    shared = [p for drive in drives for p in sorted(drive.folder.glob(f"{SHARED}*"))]
+    linked = _linked_names(store) if shared else frozenset()
+    for path in shared:
+        if path.name not in linked:
+            fsops.unlink(path)
+
+
+def _linked_names(store: Path) -> frozenset[str]:
+    """Return the names of the shard files that the slots link to."""
+    links = (store / "slots").glob("*/*/c/*")
+    return frozenset(os.path.basename(os.readlink(link)) for link in links if link.is_symlink())
 
 
 def existing_slots(store: Path) -> list[int]:
