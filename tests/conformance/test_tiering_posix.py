@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.faults import FaultConformance
 from tests.support.tiering_stores import memory_folder
 from tiering.backends.posix import PosixBackend, _Descriptors
 from tiering.backends.probe import probe
@@ -13,12 +14,12 @@ from tiering.records import ALIGNMENT
 from tiering.testing import BackendConformance, aligned_buffer
 
 
-class TestBuffered(BackendConformance):
+class TestBuffered(FaultConformance):
     def make_backend(self, folder: Path) -> PosixBackend:
         return PosixBackend("test", direct=False, writable=True)
 
 
-class TestDirect(BackendConformance):
+class TestDirect(FaultConformance):
     def make_backend(self, folder: Path) -> PosixBackend:
         access = probe(folder)
         if not access.direct:
