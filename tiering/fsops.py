@@ -7,6 +7,7 @@ Each function is one step of a protocol: it either did what its name says or rai
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import resource
 from collections.abc import Callable, Iterator
@@ -110,13 +111,17 @@ class Replacement:
         with _step("create", self._temporary):
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             self._fd = os.open(self._temporary, flags, 0o666)
+        self._nbytes = 0
 
     def append(self, *parts: Buffer) -> None:
         """Write ``parts`` one after another behind what was appended before."""
         views = [memoryview(part).cast("B") for part in parts]
         with _step("write", self._temporary):
             while views:
-                moved = os.writev(self._fd, views)
+                moved = os.pwritev(self._fd, views, self._nbytes)
+                if moved == 0 and any(views):
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+                self._nbytes += moved
                 while views and moved >= len(views[0]):
                     moved -= len(views.pop(0))
                 if views:
