@@ -27,6 +27,10 @@ class DriveBackend(Protocol):
     def direct(self) -> bool:
         """Whether a file made for it is opened with O_DIRECT."""
 
+    @property
+    def alignment(self) -> int:
+        """Offsets, lengths and addresses of a transfer are multiples of this; 1: any will do."""
+
     def read(self, path: File, offset: int, out: memoryview) -> Future[int]:
         """Fill ``out`` from ``offset``."""
 
