@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from tiering import fsops
-from tiering.backends.posix import OPEN_FILES, PosixBackend
+from tiering.backends.choice import DriveBackend, Engine, open_backends
+from tiering.backends.posix import OPEN_FILES
 from tiering.backends.probe import Access, probe
 from tiering.backends.zarr3 import Zarr3Backend
 from tiering.checksum import Table
@@ -123,21 +124,39 @@ class OpenStore:
         )
         limit = fsops.raise_open_file_limit(1024 + OPEN_FILES * len(self.drives))
         per_drive = max(16, min(OPEN_FILES, (limit - 256) // (2 * len(self.drives))))
-        self.backends = tuple(
-            PosixBackend(
-                str(drive.number), direct=access.direct, writable=writable, open_files=per_drive
-            )
-            for drive, access in zip(self.drives, self.access, strict=True)
-        )
+        self._open_files, self._writable = per_drive, writable
+        self.backends: tuple[DriveBackend, ...] = self._open_backends("posix")
         self._encoded: dict[int, Zarr3Backend] = {}
-        self._writable = writable
-        self._files = RecordFiles(self.backends.__getitem__, self._encoded_backend)
+        self._files = RecordFiles(lambda drive: self.backends[drive], self._encoded_backend)
 
     def _encoded_backend(self, drive: int) -> Zarr3Backend:
         """Return what moves the encoded shards of a drive; most stores have none."""
         if drive not in self._encoded:
             self._encoded[drive] = Zarr3Backend(str(drive), writable=self._writable)
         return self._encoded[drive]
+
+    def _open_backends(self, engine: Engine) -> tuple[DriveBackend, ...]:
+        return tuple(
+            open_backends(
+                [str(drive.number) for drive in self.drives],
+                self.access,
+                engine=engine,
+                writable=self._writable,
+                open_files=self._open_files,
+            )
+        )
+
+    def use_engine(self, engine: Engine) -> None:
+        """Move shards by ``engine`` from now on; nothing may be in flight.
+
+        A store opens with posix: tools that look at a few bytes need no GPU library.
+
+        Raises:
+            RefusedError: kvikio was asked for by name and cannot be used here.
+        """
+        before, self.backends = self.backends, self._open_backends(engine)
+        for backend in before:
+            backend.close()
 
     def schema_names(self) -> list[str]:
         """Return the names of the files that were given when the store was created."""
