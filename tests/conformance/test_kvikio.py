@@ -29,6 +29,7 @@ from tiering.testing import (
     BackendConformance,
     aligned_buffer,
     file_size_limit,
+    no_encoded_shards,
     unaligned_buffer,
     wait_for,
 )
@@ -121,8 +122,8 @@ def test_what_one_engine_writes_the_other_reads(tmp_path: Path, nbytes: int) -> 
         writer, reader = pair if kvikio_writes else reversed(pair)
         data = unaligned_buffer(nbytes, seed=nbytes, start=3)
         for backend, move in ((writer, RecordFiles.write), (reader, RecordFiles.read)):
-            files = RecordFiles({"r": record}, [backend])
-            files.attach(0, {"r": (Shard(drive=0, path=path),)})
+            files = RecordFiles([backend].__getitem__, no_encoded_shards)
+            files.attach(0, {"r": record}, {"r": (Shard(drive=0, path=path),)})
             buffer = data if backend is writer else unaligned_buffer(nbytes, start=5)
             move(files, 0, "r", 0, buffer)
             assert buffer == data

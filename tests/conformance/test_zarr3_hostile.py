@@ -225,7 +225,7 @@ def test_a_file_cut_while_it_is_open_ends_early(tmp_path: Path, codec: Codec) ->
     reader.backend.read(reader.path, 0, out).result()
     with reader.path.open("r+b") as opened:
         opened.truncate(len(file) // 2)
-    with pytest.raises(StorageError, match="ended early.*chunk 1, offset") as caught:
+    with pytest.raises(StorageError, match=r"ended early.*chunk 1, offset") as caught:
         reader.backend.read(reader.path, 4096, out).result()
     assert (caught.value.offset, caught.value.wanted) == (4096, 4096)
 
