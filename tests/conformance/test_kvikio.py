@@ -149,6 +149,18 @@ def test_a_buffer_that_its_owner_let_go_of_is_written_all_the_same(tmp_path: Pat
         assert path.read_bytes() == aligned_buffer(nbytes, seed=i)
 
 
+def test_what_it_moves_passes_the_page_cache_by(tmp_path: Path) -> None:
+    path, nbytes = tmp_path / "file", 3 * MIB
+    path.write_bytes(bytes(nbytes))
+    backend = make_kvikio(tmp_path)
+    import kvikio
+
+    wait_for(backend.write(path, 0, aligned_buffer(nbytes, seed=1)))
+    wait_for(backend.read(path, 0, aligned_buffer(nbytes)))
+    backend.close()
+    assert kvikio.get_page_cache_info(path) == (0, nbytes // ALIGNMENT)
+
+
 def test_a_reader_cannot_write(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(ALIGNMENT))

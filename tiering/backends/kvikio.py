@@ -140,11 +140,12 @@ class KvikioBackend:
         self._plain.forget(path)
 
     def close(self) -> None:
-        """Wait for what is in flight and close every file."""
+        """Wait for what is in flight, close every file and log the path that was taken."""
         self._threads.shutdown(wait=True)
         self._plain.close()
         self._files.close()
         self._monitor.stop()
+        _log.info("%s", self.path_taken())
 
     def path_taken(self) -> str:
         """Return how bytes can move here, and how many requests of this process really did so."""
