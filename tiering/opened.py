@@ -80,7 +80,11 @@ class OpenStore:
         per_drive = max(16, min(OPEN_FILES, (limit - 256) // (2 * len(self.drives))))
         self.backends = tuple(
             PosixBackend(
-                str(drive.number), direct=access.direct, writable=writable, open_files=per_drive
+                str(drive.number),
+                direct=access.direct,
+                alignment=access.alignment,
+                writable=writable,
+                open_files=per_drive,
             )
             for drive, access in zip(self.drives, self.access, strict=True)
         )
@@ -93,6 +97,12 @@ class OpenStore:
     def schema_file(self, name: str) -> bytes:
         """Return the content of a schema file; ``KeyError`` if there is none of that name."""
         return read_schema_file(self.path, self._schema, name)
+
+    @property
+    def ram_nbytes(self) -> int:
+        """Bytes of the files on drives that are RAM, the holes in them counted as filled."""
+        folders = [d.folder for d, a in zip(self.drives, self.access, strict=True) if a.in_ram]
+        return sum(path.stat().st_size for folder in folders for path in folder.iterdir())
 
     def close(self) -> None:
         """Wait for transfers in flight and close every file."""

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.faults import FaultConformance
-from tests.support.tiering_stores import memory_folder
-from tiering.backends.posix import PosixBackend, _Descriptors
+from tiering.backends.open_files import OpenFiles
+from tiering.backends.posix import PosixBackend
 from tiering.backends.probe import probe
 from tiering.errors import StorageError
 from tiering.records import ALIGNMENT
@@ -24,6 +24,15 @@ class TestDirect(FaultConformance):
         access = probe(folder)
         if not access.direct:
             pytest.skip(f"{folder}: no direct I/O: {access.reason}")
+        return PosixBackend("test", direct=True, writable=True, alignment=access.alignment)
+
+
+class TestDirectAsShardsLie(FaultConformance):
+    """In multiples of 4096 bytes, which any drive takes that can be used directly."""
+
+    def make_backend(self, folder: Path) -> PosixBackend:
+        if not probe(folder).direct:
+            pytest.skip(f"{folder}: no direct I/O")
         return PosixBackend("test", direct=True, writable=True)
 
 
@@ -44,41 +53,32 @@ class TestFewDescriptors(BackendConformance):
         assert len(os.listdir("/proc/self/fd")) == before
 
 
-@pytest.mark.parametrize("name", ["preadv", "pwritev"])
-def test_short_transfers_go_on_at_a_block_boundary(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    path, size = tmp_path / "file", 5 * ALIGNMENT
-    data, out = aligned_buffer(size, seed=1), aligned_buffer(size)
-    path.write_bytes(data if name == "preadv" else bytes(size))
-    direct = probe(tmp_path).direct
-    original, offsets = getattr(os, name), []
-
-    def short(fd: int, buffers: list[memoryview], offset: int) -> int:
-        offsets.append(offset)
-        return min(original(fd, buffers, offset), ALIGNMENT + 1000)
-
-    monkeypatch.setattr(os, name, short)
-    backend = PosixBackend("test", direct=direct, writable=True)
-    submit = backend.read if name == "preadv" else backend.write
-    moved = submit(path, 0, out if name == "preadv" else data).result()
-    backend.close()
-    assert moved == size
-    assert offsets == [0, 4096, 8192, 12288, 16384]
-    assert (out if name == "preadv" else path.read_bytes()) == data
-
-
 def test_a_file_in_use_is_not_closed_to_make_room(tmp_path: Path) -> None:
     paths = [tmp_path / name for name in "abc"]
     for path in paths:
         path.write_bytes(b"x")
-    descriptors = _Descriptors(os.O_RDONLY, capacity=1)
-    with descriptors.lease(paths[0]) as first:
+    files = OpenFiles(lambda path: os.open(path, os.O_RDONLY), os.close, capacity=1)
+    with files.lease(paths[0]) as first:
         for path in paths[1:]:
-            with descriptors.lease(path):
+            with files.lease(path):
                 pass
         assert os.readlink(f"/proc/self/fd/{first}") == str(paths[0])
-    descriptors.close()
+    files.close()
+
+
+def test_a_file_forgotten_in_use_is_closed_after_that(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    files = OpenFiles(lambda path: os.open(path, os.O_RDONLY), os.close, capacity=8)
+    with files.lease(path) as old:
+        files.forget(path)
+        path.unlink()
+        path.write_bytes(b"new")
+        with files.lease(path) as new:
+            assert (os.pread(old, 3, 0), os.pread(new, 3, 0)) == (b"old", b"new")
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(old)
+    files.close()
 
 
 def test_a_reader_cannot_write(tmp_path: Path) -> None:
@@ -89,14 +89,6 @@ def test_a_reader_cannot_write(tmp_path: Path) -> None:
         backend.write(path, 0, aligned_buffer(ALIGNMENT)).result()
     backend.close()
     assert path.read_bytes() == bytes(ALIGNMENT)
-
-
-def test_memory_is_no_drive_and_says_so() -> None:
-    with memory_folder() as folder:
-        access = probe(folder)
-    if access.filesystem == "tmpfs":
-        assert not access.direct
-        assert "counts as memory" in access.reason
 
 
 def test_the_probe_leaves_nothing_behind(tmp_path: Path) -> None:
