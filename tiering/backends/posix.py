@@ -177,7 +177,7 @@ def joined(pieces: Sequence[Future[int]], offset: int, wanted: int) -> Future[in
             whole.set_result(wanted)
         except StorageError as error:
             whole.set_exception(_of_whole(error, offset, wanted))
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001  a thread's edge: handed to the waiter
             whole.set_exception(error)
 
     for piece in pieces:
