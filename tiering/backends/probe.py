@@ -36,7 +36,7 @@ class Access:
     """
 
     direct: bool
-    alignment: int
+    alignment: int = ALIGNMENT
     filesystem: str
     reason: str
 
