@@ -84,7 +84,8 @@ class OpenStore:
             )
             for drive, access in zip(self.drives, self.access, strict=True)
         )
-        self._files = RecordFiles(records, self.backends)
+        numbers = (drive.number for drive in self.drives)
+        self._files = RecordFiles(records, dict(zip(numbers, self.backends, strict=True)))
 
     def schema_names(self) -> list[str]:
         """Return the names of the files that were given when the store was created."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,7 +33,7 @@ class Backend(Protocol):
 class RecordFiles:
     """Blocking, thread-safe transfers of records. Aligned ones move without a copy."""
 
-    def __init__(self, records: Mapping[str, Record], backends: Sequence[Backend]) -> None:
+    def __init__(self, records: Mapping[str, Record], backends: Mapping[int, Backend]) -> None:
         self._records = records
         self._backends = backends
         self._slots: dict[int, Locations] = {}

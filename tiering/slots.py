@@ -31,17 +31,6 @@ class Shard:
 Locations = Mapping[str, tuple[Shard, ...]]  # record name -> its shards in order
 
 
-def round_robin(records: Sequence[Record], drive_count: int) -> Places:
-    """Return a place for every shard, so that consecutive shards lie on different drives."""
-    places = {}
-    following = 0
-    for record in records:
-        count = record.geometry.shard_count
-        places[record.name] = tuple((following + i) % drive_count for i in range(count))
-        following += count
-    return places
-
-
 def slot_folder(store: Path, slot: int) -> Path:
     """Return the folder of ``slot``."""
     return store / "slots" / str(slot)
@@ -50,6 +39,16 @@ def slot_folder(store: Path, slot: int) -> Path:
 def file_name(slot: int, record: Record, shard: int) -> str:
     """Return the name of a shard's file on its drive."""
     return f"{'shared' if record.shared else slot}.{record.name}.{shard}"
+
+
+def link_target(drive: int | str, name: str) -> str:
+    """Return what the link to the shard file ``name`` says."""
+    return f"../../../../drives/{drive}/{name}"
+
+
+def link_path(store: Path, slot: int, record: str, shard: int) -> Path:
+    """Return the link of a slot to one of its shards, which is the shard's key in Zarr."""
+    return slot_folder(store, slot) / record / "c" / str(shard)
 
 
 def metadata_documents(records: Sequence[Record]) -> dict[str, bytes]:
@@ -73,6 +72,7 @@ def create_slot(
     metadata comes last: a slot without it was not finished.
     """
     folder = slot_folder(store, slot)
+    by_number = {drive.number: drive for drive in drives}
     fsops.make_dir(folder)
     for record in records:
         array = folder / record.name
@@ -81,8 +81,8 @@ def create_slot(
         fsops.create_file(array / "zarr.json", documents[f"{record.name}/zarr.json"])
         for shard, number in enumerate(places[record.name]):
             name = file_name(slot, record, shard)
-            _create_shard(drives[number].folder / name, record, shard)
-            fsops.symlink(f"../../../../drives/{number}/{name}", array / "c" / str(shard))
+            _create_shard(by_number[number].folder / name, record, shard)
+            fsops.symlink(link_target(number, name), array / "c" / str(shard))
     fsops.create_file(folder / "zarr.json", documents["zarr.json"])
 
 
@@ -154,12 +154,12 @@ def _locate_shard(
             f"{link}: {error.strerror}, expected a link to shard {name}"
         ) from error
     match = _TARGET.fullmatch(target)
-    if not match or match[2] != name or int(match[1]) >= len(drives):
+    drive = next((d for d in drives if match and d.number == int(match[1])), None)
+    if drive is None or not match or match[2] != name:
+        numbers = ", ".join(str(d.number) for d in drives)
         raise CorruptionError(
-            f"{link}: links to {target}, expected ../../../../drives/N/{name} "
-            f"with N below {len(drives)}"
+            f"{link}: links to {target}, expected {link_target('N', name)} with N one of {numbers}"
         )
-    drive = drives[int(match[1])]
     _check_length(drive, drive.folder / name, link, record.geometry.file_nbytes(shard))
     return Shard(drive=drive.number, path=drive.folder / name)
 

@@ -341,7 +341,7 @@ class StoreWriter(OpenStore):
         before = self.root.generations if self.root else ()
         return Root(
             uuid=self._uuid,
-            drives=len(self.drives),
+            drives={drive.number: drive.share for drive in self.drives},
             schema=self._schema,
             generations=(*before, generation)[-retain:],
         )
@@ -413,7 +413,7 @@ def _open_locked(store: Path, store_lock: StoreLock) -> StoreWriter:
     documents = read_metadata(store, root.latest.slot, manifest.metadata)
     records = records_of(manifest, documents)
     locations = {
-        g.slot: _check_generation(store, root, g, records, drives) for g in root.generations
+        g.slot: check_generation(store, root, g, records, drives) for g in root.generations
     }
     writer = StoreWriter(
         path=store,
@@ -433,13 +433,14 @@ def _open_locked(store: Path, store_lock: StoreLock) -> StoreWriter:
     return writer
 
 
-def _check_generation(
+def check_generation(
     store: Path,
     root: Root,
     generation: Generation,
     records: Mapping[str, Record],
     drives: Sequence[Drive],
 ) -> Locations:
+    """Return where the shards of a listed generation lie, after checking all but their bytes."""
     manifest, _ = read_manifest(store, root, generation)
     read_metadata(store, generation.slot, manifest.metadata)
     return locate(store, generation.slot, records=list(records.values()), drives=drives)
