@@ -15,16 +15,20 @@ from tiering.errors import StorageError
 from tiering.records import ALIGNMENT, round_up
 from tiering.slots import Shard
 
-BUFFERS_NBYTES = 2 * REQUEST_NBYTES
-
 
 class Copier:
     """Copies files through two buffers, so that one is read while the other is written."""
 
+    @staticmethod
+    def memory_nbytes(largest: int) -> int:
+        """Return how much memory it takes to copy files of up to ``largest`` bytes."""
+        return 2 * min(REQUEST_NBYTES, round_up(max(largest, 1), ALIGNMENT))
+
     def __init__(self, backends: Mapping[int, PosixBackend], memory: memoryview) -> None:
         self._backends = backends
         self._memory = memory
-        self._buffers = [memory[:REQUEST_NBYTES], memory[REQUEST_NBYTES:]]
+        self._piece = len(memory) // 2
+        self._buffers = [memory[: self._piece], memory[self._piece :]]
 
     def close(self) -> None:
         """Let go of the memory."""
@@ -76,7 +80,8 @@ class Copier:
         reader, writer = self._backends[source.drive], self._backends[target.drive]
         writing: Future[int] | None = None
         try:
-            for turn, (offset, nbytes) in enumerate(data_pieces(source.path, start, stop)):
+            pieces = data_pieces(source.path, start, stop, self._piece)
+            for turn, (offset, nbytes) in enumerate(pieces):
                 view = self._buffers[turn % 2][:nbytes]
                 reader.read(source.path, offset, view).result()
                 if writing:
@@ -102,8 +107,11 @@ def _read_tail(path: Path, start: int, stop: int) -> bytes:
     return data
 
 
-def data_pieces(path: Path, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Yield offset and length of what is no hole between two offsets, in whole pages."""
+def data_pieces(path: Path, start: int, stop: int, limit: int) -> Iterator[tuple[int, int]]:
+    """Yield offset and length of what is no hole between two offsets, in whole pages.
+
+    No piece is longer than ``limit``.
+    """
     fd = fsops.open_file(path, os.O_RDONLY)
     try:
         position = start - start % ALIGNMENT
@@ -112,7 +120,7 @@ def data_pieces(path: Path, start: int, stop: int) -> Iterator[tuple[int, int]]:
             hole = _seek(fd, data, os.SEEK_HOLE, path)
             end = min(round_up(hole or stop, ALIGNMENT), stop)
             while position < end:
-                nbytes = min(end - position, REQUEST_NBYTES)
+                nbytes = min(end - position, limit)
                 yield position, nbytes
                 position += nbytes
     finally:

@@ -20,7 +20,7 @@ from tiering.arena import Arena
 from tiering.backends.posix import PosixBackend
 from tiering.backends.probe import probe
 from tiering.bandwidth import Measure, with_shares
-from tiering.copying import BUFFERS_NBYTES, Copier
+from tiering.copying import Copier
 from tiering.drives import (
     NEW_LINK,
     Drive,
@@ -293,7 +293,8 @@ class _Mover:
 
     def _carry_out(self, moves: Sequence[_Move], on_progress: Progress) -> None:
         meter = _Meter(moves, on_progress)
-        with _copier(self._drives) as copier:
+        largest = max((path.stat().st_size for path in self._paths()), default=0)
+        with _copier(self._drives, largest) as copier:
             for move in moves:
                 self._carry(move, copier, meter.add)
                 meter.end(move)
@@ -380,7 +381,7 @@ def _free_slot(
 
 
 @contextmanager
-def _copier(drives: Sequence[Drive]) -> Iterator[Copier]:
+def _copier(drives: Sequence[Drive], largest: int) -> Iterator[Copier]:
     with ExitStack() as stack:
         backends = {}
         for drive in drives:
@@ -388,8 +389,9 @@ def _copier(drives: Sequence[Drive]) -> Iterator[Copier]:
             backend = PosixBackend(str(drive.number), direct=direct, writable=True)
             stack.callback(backend.close)
             backends[drive.number] = backend
-        arena = stack.enter_context(Arena(BUFFERS_NBYTES, lock=False))
-        yield stack.enter_context(Copier(backends, arena.take("copies", BUFFERS_NBYTES)))
+        nbytes = Copier.memory_nbytes(largest)
+        arena = stack.enter_context(Arena(nbytes, lock=False))
+        yield stack.enter_context(Copier(backends, arena.take("copies", nbytes)))
 
 
 class _Meter:

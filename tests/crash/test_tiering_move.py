@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import errno
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,84 +15,76 @@ from tests.support.tiering_stores import (
     memory_folder,
     small_chunks,
 )
-from tiering import fsops
-from tiering.errors import CapacityError, StorageError
-from tiering.moving import move_store
+from tiering.moving import Moved, move_store
 from tiering.records import Record
 from tiering.store import open_reader, open_writer
 
+DRIVES = "pqr"
 RECORDS = (
-    Record(name="a", dtype="float32", length=3 * 4096 + 1),
-    Record(name="b", dtype="bfloat16", length=10),
+    Record(name="a", dtype="float32", length=8193),  # two shards
     Record(name="c", dtype="float32", length=3, shared=True),
 )
 
 
-@pytest.fixture(name="folder")
-def _folder() -> Iterator[Path]:
+@pytest.fixture(name="live")
+def _live() -> Iterator[Path]:
+    """Lend the folder of a store and of three drives."""
     with small_chunks(chunk_length=4096, shard_nbytes=32 << 10), memory_folder() as folder:
-        for name in "pqr":
-            (folder / name).mkdir()
-        yield folder
+        live = folder / "live"
+        for name in ("", *DRIVES):
+            (live / name).mkdir()
+        yield live
 
 
-def _links(store: Path) -> dict[str, str]:
-    """Return the folder of each shard file by its name."""
-    links = store.glob("slots/*/*/c/*")
-    return {link.resolve().name: link.resolve().parent.parent.name for link in links}
-
-
-def _copy_of(before: Path, after: Path, drives: list[Path]) -> None:
-    """Give ``after`` the store of ``before``, with drives of its own."""
-    shutil.rmtree(after, ignore_errors=True)
-    for drive in drives:
-        for path in drive.iterdir():
-            shutil.rmtree(path)
-    shutil.copytree(before, after, symlinks=True)
-
-
-def _assert_clean(store: Path, drives: list[Path], used: list[Path]) -> None:
-    """Check that every file has a link, and that only the drives in use have a folder."""
-    names = set(_links(store))
-    found = set()
-    for drive in drives:
-        [*folders] = drive.iterdir()
-        assert len(folders) == (drive in used), drive
-        for folder in folders:
-            found |= {path.name for path in folder.iterdir()} - {"drive.json"}
-    assert found == names
-    assert not (store / "shards").exists()
-    assert {link.resolve().parent for link in (store / "drives").iterdir()} == set(used)
-    assert {path.name for path in store.iterdir()} <= {
-        "LOCK", "zarr.json", "zarr.json.new", "manifests", "schema", "slots", "drives"
-    }
-
-
-@pytest.mark.parametrize("goes_on", ["moves again", "trains first"])
-def test_a_kill_anywhere_in_a_move_leaves_a_whole_store_that_a_second_run_finishes(
-    folder: Path, goes_on: str
-) -> None:
-    """From inside the store to two drives, with a retained generation and a free slot."""
-    before = make_store(folder / "before", records=RECORDS, slots=3)
-    with open_writer(before) as writer:
+def _make(live: Path, drives: str) -> Path:
+    """Make a store with slots of a generation, of a retained one, and of none."""
+    store = make_store(
+        live / "store", records=RECORDS, slots=3, drives=[live / name for name in drives]
+    )
+    with open_writer(store) as writer:
         fill(writer, 2, retain=2)
-    store, drives = folder / "store", [folder / "p", folder / "q"]
+    return store
+
+
+def _move(live: Path, drives: str) -> Moved:
+    return move_store(live / "store", [live / name for name in drives], measure=equal_rates)
+
+
+def _assert_clean(live: Path, drives: str) -> None:
+    """Check that every file has a link, and that only the drives in use have a folder."""
+    store = live / "store"
+    linked = {link.resolve() for link in store.glob("slots/*/*/c/*")}
+    folders = [folder for name in DRIVES for folder in (live / name).iterdir()]
+    assert [folder.parent.name for folder in folders] == list(drives)
+    assert {p for f in folders for p in f.iterdir() if p.name != "drive.json"} == linked
+    assert {link.resolve() for link in (store / "drives").iterdir()} == set(folders)
+    names = {"LOCK", "zarr.json", "manifests", "schema", "slots", "drives"}
+    assert {path.name for path in store.iterdir()} - {"zarr.json.new"} == names
+
+
+@pytest.mark.parametrize(
+    ("begin", "end"), [("", "pq"), ("pq", "qr")], ids=["out of the store", "a drive stays"]
+)
+def test_a_kill_anywhere_in_a_move_leaves_a_whole_store_that_a_second_run_finishes(
+    live: Path, begin: str, end: str
+) -> None:
+    store = _make(live, begin)
+    saved = shutil.copytree(live, live.parent / "saved", symlinks=True)
 
     def move() -> None:
-        _copy_of(before, store, drives)
-        move_store(store, drives, measure=equal_rates)
+        shutil.rmtree(live)
+        shutil.copytree(saved, live, symlinks=True)
+        _move(live, end)
 
     kills = 0
-    for _ in killed_everywhere(move):
-        kills += 1
-        seeds = _assert_whole(store)
-        assert seeds == [1, 2]
-        if goes_on == "trains first":
+    for kills in killed_everywhere(move):
+        assert _assert_whole(store) == [1, 2]
+        if trains_first := kills % 2:
             with open_writer(store) as writer:
                 fill(writer, 3, retain=2)
-        move_store(store, drives, measure=equal_rates)
-        assert _assert_whole(store) == ([1, 2] if goes_on == "moves again" else [2, 3])
-        _assert_clean(store, drives, drives)
+        _move(live, end)
+        assert _assert_whole(store) == ([2, 3] if trains_first else [1, 2])
+        _assert_clean(live, end)
     assert kills > 50
 
 
