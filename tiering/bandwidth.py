@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tiering.arena import Arena
 from tiering.backends.probe import open_unnamed, probe
-from tiering.drives import Drive
+from tiering.drives import Drive, free_nbytes, nearest
 from tiering.errors import StorageError
 from tiering.records import ALIGNMENT
 from tiering.shares import Room, capped
@@ -48,8 +48,7 @@ def measure(folder: Path, nbytes: int = SAMPLE_NBYTES) -> Rates:
     no free bytes has rates of 0.
     """
     direct = probe(folder).direct
-    status = os.statvfs(folder)
-    nbytes = min(nbytes, status.f_bavail * status.f_frsize // _PART_OF_FREE)
+    nbytes = min(nbytes, free_nbytes(folder) // _PART_OF_FREE)
     nbytes -= nbytes % ALIGNMENT
     if not nbytes:
         return Rates(read_bytes_per_s=0.0, written_bytes_per_s=0.0)
@@ -110,7 +109,7 @@ def with_shares(
     """
     if len(drives) == 1:
         return (replace(drives[0], share=1.0),)
-    rates = {drive.number: measure(_nearest(drive)) for drive in drives}
+    rates = {drive.number: measure(nearest(drive.folder)) for drive in drives}
     rooms = {drive.number: _room(drive, rates[drive.number], held or {}) for drive in drives}
     shares = capped(rooms, nbytes)
     for drive in drives:
@@ -121,14 +120,10 @@ def with_shares(
     return tuple(replace(drive, share=shares[drive.number]) for drive in drives)
 
 
-def _nearest(drive: Drive) -> Path:
-    return drive.folder if drive.folder.is_dir() else drive.folder.parent
-
-
 def _room(drive: Drive, rates: Rates, held: Mapping[int, int]) -> Room:
-    folder = _nearest(drive)
-    device, status = folder.stat().st_dev, os.statvfs(folder)
-    free = status.f_bavail * status.f_frsize + held.get(device, 0)
+    folder = nearest(drive.folder)
+    device = folder.stat().st_dev
+    free = free_nbytes(folder) + held.get(device, 0)
     return Room(bytes_per_s=rates.mixed_bytes_per_s, free_nbytes=free, device=device)
 
 

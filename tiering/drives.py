@@ -42,8 +42,18 @@ class Drive:
 
     def free_nbytes(self) -> int:
         """Return what an unprivileged process may still write here."""
-        status = os.statvfs(self.folder)
-        return status.f_bavail * status.f_frsize
+        return free_nbytes(self.folder)
+
+
+def free_nbytes(folder: Path) -> int:
+    """Return what an unprivileged process may still write in a folder."""
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize
+
+
+def nearest(folder: Path) -> Path:
+    """Return the folder of a drive, or the one above it while it is not created."""
+    return folder if folder.is_dir() else folder.parent
 
 
 # -- planning ------------------------------------------------------------------------------------

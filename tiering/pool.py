@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tiering.arena import Arena
+from tiering.backends.memory import MemoryBackend
 from tiering.checksum import ChunkCrc, Table
 from tiering.errors import CorruptionError
 from tiering.manifest import Generation
@@ -28,18 +30,21 @@ class Traffic:
 class Pool:
     """Serves the records of a store to one training run.
 
-    Residents are views of the arena; all others are read from the input slot of the step and
-    written to its output slot. ``read`` and ``write`` are thread-safe.
+    Residents are views of the arena of their tier; all others are read from the input slot of the
+    step and written to its output slot. ``read`` and ``write`` are thread-safe.
     """
 
-    def __init__(self, store: StoreWriter, placement: Mapping[str, Tier], arena: Arena) -> None:
+    def __init__(
+        self,
+        store: StoreWriter,
+        placement: Mapping[str, Tier],
+        arenas: Mapping[Tier, Arena],
+    ) -> None:
         self._store = store
         self._records = store.records
-        self._residents: dict[str, memoryview] = {
-            name: arena.take(name, store.records[name].padded_nbytes)
-            for name, tier in placement.items()
-            if tier in _RESIDENT
-        }
+        self._residents: dict[str, MemoryBackend] = {}
+        for tier in sorted(_RESIDENT & set(placement.values())):
+            self._take(tier, [n for n, where in placement.items() if where is tier], arenas)
         self._input = store.manifest.slot
         self._output: int | None = None
         self._output_holds_step = False
@@ -52,9 +57,17 @@ class Pool:
         self._guard = threading.Lock()
         self._traffic = {tier: Traffic() for tier in Tier}
 
+    def _take(self, tier: Tier, names: Sequence[str], arenas: Mapping[Tier, Arena]) -> None:
+        if tier not in arenas:
+            raise ValueError(f"records are placed in {tier}, which has no arena: {names[0]}, ...")
+        views = {
+            Path(name): arenas[tier].take(name, self._records[name].padded_nbytes) for name in names
+        }
+        self._residents |= dict.fromkeys(names, MemoryBackend(tier, views))
+
     @property
     def traffic(self) -> Mapping[Tier, Traffic]:
-        """Bytes moved per tier; what residents load and flush counts for the drives."""
+        """Bytes moved per tier, before encoding; what residents load and flush is the drives'."""
         return self._traffic
 
     def load(self, on_bytes: Callable[[int], None] | None = None) -> None:
@@ -65,10 +78,11 @@ class Pool:
         Raises:
             CorruptionError: A chunk's crc32c differs.
         """
-        for name, view in self._residents.items():
+        for name, memory in self._residents.items():
+            view = memory.view(Path(name))
             record = self._records[name]
             self._store.read(self._store.manifest.slot, name, 0, view)
-            self._count(read=len(view))
+            self._count(record, read=len(view))
             _FirstPass(record, self._store).check(0, view)
             if on_bytes is not None:
                 on_bytes(record.nbytes)
@@ -79,7 +93,8 @@ class Pool:
         It aliases the pool's memory: what is written into it is the record.
         """
         self._records[name]
-        return self._residents.get(name)
+        memory = self._residents.get(name)
+        return None if memory is None else memory.view(Path(name))
 
     def begin_step(self) -> None:
         """Choose where this step reads from and where it writes to.
@@ -103,7 +118,7 @@ class Pool:
             CorruptionError: A chunk's crc32c differs; the content of ``out`` is undefined.
         """
         self._store.read(self._input, name, offset, out)
-        self._count(read=memoryview(out).nbytes)
+        self._count(self._records[name], read=memoryview(out).nbytes)
         if self._input == self._opened_slot:
             first_pass = self._first_passes[name]
             if not first_pass.done:
@@ -127,14 +142,14 @@ class Pool:
         """Write bytes of a record on drives as this step leaves them."""
         self._store.write(self._required_output(), name, offset, data)
         self._output_holds_step = True
-        self._count(written=memoryview(data).nbytes)
+        self._count(self._records[name], written=memoryview(data).nbytes)
 
     def flush(self, name: str) -> Table:
         """Copy a resident record to the working slot; return the crc32c of its chunks."""
         record = self._records[name]
-        view = self._residents[name]
+        view = self._residents[name].view(Path(name))
         self._store.write(self._required_output(), name, 0, view)
-        self._count(written=len(view))
+        self._count(record, written=len(view))
         crc = ChunkCrc(record)
         crc.feed(0, view)
         return crc.table()
@@ -155,18 +170,20 @@ class Pool:
         return generation
 
     def close(self) -> None:
-        """Let go of the residents, so that the arena can be closed; the store stays open."""
-        self._residents.clear()
+        """Let go of the residents, so that their arenas can be closed; the store stays open."""
+        while self._residents:
+            self._residents.popitem()[1].close()
 
     def _required_output(self) -> int:
         if self._output is None:
             raise ValueError("no step has begun: nothing may be written")
         return self._output
 
-    def _count(self, *, read: int = 0, written: int = 0) -> None:
+    def _count(self, record: Record, *, read: int = 0, written: int = 0) -> None:
         with self._guard:
-            self._traffic[Tier.NVME].read_bytes += read
-            self._traffic[Tier.NVME].written_bytes += written
+            traffic = self._traffic[record.tier]
+            traffic.read_bytes += read
+            traffic.written_bytes += written
 
 
 class _FirstPass:
@@ -201,7 +218,6 @@ class _FirstPass:
         found, place = self._crc.value(chunk), self._store.chunk(self._name, chunk)
         if found != place.crc:
             raise CorruptionError(
-                f"record {self._name}: chunk {chunk} is damaged on drive {place.drive}: "
-                f"{place.path} at offset {place.offset}, {place.nbytes} B: crc32c is "
+                f"record {self._name}: chunk {chunk} is damaged on {place}: crc32c is "
                 f"{found:08x}, expected {place.crc:08x}"
             )

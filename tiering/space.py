@@ -26,12 +26,16 @@ def slots_nbytes(records: Sequence[Record], slots: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Need:
-    """The first ``nbytes`` of a shard need blocks; ``missing`` of them have none yet."""
+    """The first ``nbytes`` of a shard need blocks; ``missing`` of them have none yet.
+
+    ``kept`` says that it keeps the blocks it is given: an encoded one is replaced by a new file.
+    """
 
     drive: int
     path: Path
     nbytes: int
     missing: int
+    kept: bool
 
 
 def reserve(records: Sequence[Record], slots: Sequence[Locations], drives: Sequence[Drive]) -> None:
@@ -49,7 +53,7 @@ def reserve(records: Sequence[Record], slots: Sequence[Locations], drives: Seque
             "space",
             drive.folder,
         )
-    for need in needs:
+    for need in filter(lambda need: need.kept, needs):
         try:
             fsops.reserve(need.path, need.nbytes)
         except StorageError as error:
@@ -66,7 +70,13 @@ def _needs(records: Sequence[Record], locations: Locations) -> Iterator[_Need]:
             nbytes = valid_nbytes(record, number)
             allocated = _allocated_nbytes(record, shard)
             missing = max(0, nbytes - allocated)
-            yield _Need(drive=shard.drive, path=shard.path, nbytes=nbytes, missing=missing)
+            yield _Need(
+                drive=shard.drive,
+                path=shard.path,
+                nbytes=nbytes,
+                missing=missing,
+                kept=record.codec is None,
+            )
 
 
 def _allocated_nbytes(record: Record, shard: Shard) -> int:

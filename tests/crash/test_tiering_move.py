@@ -14,22 +14,22 @@ from tests.support.tiering_stores import (
     make_store,
     memory_folder,
     small_chunks,
+    small_record,
 )
 from tiering.moving import Moved, move_store
-from tiering.records import Record
 from tiering.store import open_reader, open_writer
 
 DRIVES = "pqr"
 RECORDS = (
-    Record(name="a", dtype="float32", length=8193),  # two shards
-    Record(name="c", dtype="float32", length=3, shared=True),
+    small_record("a", "float32", 8193),  # two shards
+    small_record("c", "float32", 3, shared=True),
 )
 
 
 @pytest.fixture(name="live")
 def _live() -> Iterator[Path]:
     """Lend the folder of a store and of three drives."""
-    with small_chunks(chunk_length=4096, shard_nbytes=32 << 10), memory_folder() as folder:
+    with small_chunks(), memory_folder() as folder:
         live = folder / "live"
         for name in ("", *DRIVES):
             (live / name).mkdir()
