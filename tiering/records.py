@@ -88,7 +88,7 @@ class Geometry:
         return min(self.chunks_per_shard, self.chunk_count - shard * self.chunks_per_shard)
 
     def file_nbytes(self, shard: int) -> int:
-        """Return the length of the file of ``shard`` without a codec: its chunks, then the index."""
+        """Return the length of the file of ``shard`` if nothing encodes it: chunks, then index."""
         return self.chunks_in(shard) * self.chunk_nbytes + self.index_nbytes
 
     def segments(self, offset: int, nbytes: int) -> Iterator[Segment]:

@@ -96,7 +96,7 @@ class PosixBackend:
             )
             for at in range(0, len(view), REQUEST_NBYTES)
         ]
-        return pieces[0] if len(pieces) == 1 else _joined(pieces, offset, len(view))
+        return pieces[0] if len(pieces) == 1 else joined(pieces, offset, len(view))
 
     def _transfer(self, action: str, move: _Move, file: File, offset: int, view: memoryview) -> int:
         with self._descriptors.lease(file) as fd:
@@ -148,7 +148,7 @@ def require_aligned(path: File, offset: int, view: memoryview, alignment: int) -
         )
 
 
-def _joined(pieces: Sequence[Future[int]], offset: int, wanted: int) -> Future[int]:
+def joined(pieces: Sequence[Future[int]], offset: int, wanted: int) -> Future[int]:
     """Return a future that ends when all ``pieces`` have, with the first error if there is one.
 
     Pieces move side by side: what counts as moved is what lies before the first failure.
@@ -189,6 +189,7 @@ def _of_whole(error: StorageError, offset: int, wanted: int) -> StorageError:
         offset=first,
         wanted=wanted,
         moved=first - offset,
+        hint=error.hint,
     )
     whole.__cause__ = error
     return whole
