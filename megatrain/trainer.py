@@ -256,11 +256,11 @@ class Trainer:
         if stage.scratch is not None:
             read += stage.scratch.read_bytes
             written += stage.scratch.written_bytes
-        ram = stage.ram_traffic
-        return {
-            Tier.PINNED: Traffic(read=ram.read, written=ram.written),
-            Tier.NVME: Traffic(read=read, written=written),
+        memory = {
+            tier: Traffic(read=moved.read, written=moved.written)
+            for tier, moved in stage.resident_traffic.items()
         }
+        return memory | {Tier.NVME: Traffic(read=read, written=written)}
 
 
 def _named(result: StepResult) -> str:
