@@ -28,7 +28,7 @@ from megatrain.update import Update
 from tiering.arena import Arena
 from tiering.errors import RefusedError
 from tiering.pool import Pool
-from tiering.records import ITEMSIZE, Record
+from tiering.records import ITEMSIZE, Record, Tier
 from tiering.scratch import Scratch
 from tiering.store import StoreWriter, open_reader
 
@@ -137,7 +137,7 @@ def start(
     with ExitStack() as stack:
         host = stack.enter_context(Arena(plan.host_nbytes))
         stack.callback(gc.collect)  # tensors that alias the arena must be gone before it closes
-        pool = Pool(store, plan.step.placement, host)
+        pool = Pool(store, plan.step.placement, {Tier.PINNED: host})
         stack.callback(pool.close)
         pool.load()
         memory = Memory(plan.arenas, host=host, device=device)

@@ -8,10 +8,11 @@ import logging
 import mmap
 import os
 import resource
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 
-from tiering.backends import pinned
-from tiering.errors import CapacityError
+from tiering.backends import cxl, pinned
+from tiering.errors import CapacityError, RefusedError
 from tiering.records import ALIGNMENT, round_up
 
 _log = logging.getLogger(__name__)
@@ -27,36 +28,62 @@ class Arena:
     before ``close``, which fails with ``BufferError`` rather than unmap memory under them.
     Not thread-safe.
 
+    ``nodes`` are NUMA nodes that the memory has to lie on; by default it is local.
+
+    Raises:
+        CapacityError: There is no room for it.
+        RefusedError: There is no such node, or the memory came to lie elsewhere.
+
     Attributes:
         nbytes: Bytes that can be taken.
         locked: Whether the pages cannot be swapped out.
         registered: Whether the GPU driver has page-locked them for asynchronous copies.
     """
 
-    def __init__(self, nbytes: int, lock: bool = True) -> None:
+    def __init__(self, nbytes: int, lock: bool = True, *, nodes: Sequence[int] = ()) -> None:
         self.nbytes = round_up(nbytes, ALIGNMENT)
+        self.locked = self.registered = False
         self._taken: dict[str, int] = {}
         self._used = 0
-        span = round_up(max(self.nbytes, 1), _HUGE)
-        # The default, MAP_SHARED, never gets huge pages; what is cut off is never touched.
-        self._map = mmap.mmap(-1, span + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        chosen = cxl.choose_nodes(nodes) if nodes else ()
+        if chosen:
+            cxl.require_room(self.nbytes, chosen)
+        self._map = _mapped(self.nbytes + _HUGE)
         address = _address_of(self._map)
         self._start = -address % _HUGE
         self._address = address + self._start
-        self._libc = ctypes.CDLL(None, use_errno=True)
-        self._fault_in(span)
+        try:
+            self._place([node.number for node in chosen])
+        except BaseException:
+            self._map.close()
+            raise
         self.locked = lock and self._lock()
-        self.registered = pinned.cuda_in_use() and pinned.register(self._address, self.nbytes)
+        if self.nbytes and pinned.cuda_in_use():
+            self.registered = pinned.register(self._address, self.nbytes)
 
-    def _fault_in(self, span: int) -> None:
-        start = ctypes.c_void_p(self._address)
-        self._libc.madvise(start, ctypes.c_size_t(span), mmap.MADV_HUGEPAGE)
-        nbytes = ctypes.c_size_t(self.nbytes)
+    def _place(self, nodes: Sequence[int]) -> None:
+        if not self.nbytes:
+            return
+        if nodes:
+            cxl.bind(self._address, self.nbytes, nodes)
+        self._fault_in()
+        if nodes and (elsewhere := self.nodes_found().keys() - set(nodes)):
+            raise RefusedError(
+                f"memory bound to NUMA nodes {list(nodes)} came to lie on {sorted(elsewhere)}"
+            )
+
+    def _fault_in(self) -> None:
+        start, nbytes = ctypes.c_void_p(self._address), ctypes.c_size_t(self.nbytes)
+        # Whole huge pages only: one at the end would take more memory than was asked for.
+        whole = self.nbytes // _HUGE * _HUGE
+        self._libc.madvise(start, ctypes.c_size_t(whole), mmap.MADV_HUGEPAGE)
+        tail, left = ctypes.c_void_p(self._address + whole), len(self._map) - self._start - whole
+        self._libc.madvise(tail, ctypes.c_size_t(left), mmap.MADV_NOHUGEPAGE)
         if self._libc.madvise(start, nbytes, _MADV_POPULATE_WRITE) == 0:
             return
         code = ctypes.get_errno()
         if code != errno.EINVAL:  # touching the pages would end in a kill instead of an error
-            self._map.close()
             raise CapacityError(
                 f"cannot have {self.nbytes} B of memory: {os.strerror(code)}; lower memory.ram"
             )
@@ -65,15 +92,20 @@ class Arena:
     def _lock(self) -> bool:
         if self._libc.mlock(ctypes.c_void_p(self._address), ctypes.c_size_t(self.nbytes)) == 0:
             return True
+        code = ctypes.get_errno()
         soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         _log.warning(
-            "cannot lock %d B in memory (%s), it may be swapped out: the limit is %d B; raise it "
-            "with ulimit -l or memlock in limits.conf",
+            "cannot lock %d B of host memory (%s), it may be swapped out: the limit is %d B; raise "
+            "it with ulimit -l, memlock in /etc/security/limits.conf or LimitMEMLOCK of the unit",
             self.nbytes,
-            os.strerror(ctypes.get_errno()),
+            os.strerror(code),
             soft,
         )
         return False
+
+    def nodes_found(self) -> Mapping[int, int]:
+        """Return how many pages of the arena lie on each NUMA node, as the kernel says."""
+        return cxl.pages_by_node(self._address, self.nbytes)
 
     @property
     def free_nbytes(self) -> int:
@@ -135,6 +167,16 @@ class Arena:
             self.close()
         except BufferError as leak:  # the traceback of ``error`` keeps views alive: let it speak
             _log.debug("%s", leak)
+
+
+def _mapped(nbytes: int) -> mmap.mmap:
+    # The default, MAP_SHARED, never gets huge pages; what is cut off is never touched.
+    try:
+        return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise CapacityError(
+            f"cannot have {nbytes} B of memory: {error.strerror}; lower memory.ram"
+        ) from error
 
 
 def _address_of(pages: mmap.mmap) -> int:

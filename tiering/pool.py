@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tiering.arena import Arena
+from tiering.backends.memory import MemoryBackend
 from tiering.checksum import ChunkCrc, Table
 from tiering.errors import CorruptionError
 from tiering.manifest import Generation
@@ -28,18 +30,21 @@ class Traffic:
 class Pool:
     """Serves the records of a store to one training run.
 
-    Residents are views of the arena; all others are read from the input slot of the step and
-    written to its output slot. ``read`` and ``write`` are thread-safe.
+    Residents are views of the arena of their tier; all others are read from the input slot of the
+    step and written to its output slot. ``read`` and ``write`` are thread-safe.
     """
 
-    def __init__(self, store: StoreWriter, placement: Mapping[str, Tier], arena: Arena) -> None:
+    def __init__(
+        self,
+        store: StoreWriter,
+        placement: Mapping[str, Tier],
+        arenas: Mapping[Tier, Arena],
+    ) -> None:
         self._store = store
         self._records = store.records
-        self._residents: dict[str, memoryview] = {
-            name: arena.take(name, store.records[name].padded_nbytes)
-            for name, tier in placement.items()
-            if tier in _RESIDENT
-        }
+        self._residents: dict[str, MemoryBackend] = {}
+        for tier in sorted(_RESIDENT & set(placement.values())):
+            self._take(tier, [n for n, where in placement.items() if where is tier], arenas)
         self._input = store.manifest.slot
         self._output: int | None = None
         self._output_holds_step = False
@@ -51,6 +56,14 @@ class Pool:
         self._opened_slot: int | None = store.manifest.slot
         self._guard = threading.Lock()
         self._traffic = {tier: Traffic() for tier in Tier}
+
+    def _take(self, tier: Tier, names: Sequence[str], arenas: Mapping[Tier, Arena]) -> None:
+        if tier not in arenas:
+            raise ValueError(f"records are placed in {tier}, which has no arena: {names[0]}, ...")
+        views = {
+            Path(name): arenas[tier].take(name, self._records[name].padded_nbytes) for name in names
+        }
+        self._residents |= dict.fromkeys(names, MemoryBackend(tier, views))
 
     @property
     def traffic(self) -> Mapping[Tier, Traffic]:
@@ -65,7 +78,8 @@ class Pool:
         Raises:
             CorruptionError: A chunk's crc32c differs.
         """
-        for name, view in self._residents.items():
+        for name, memory in self._residents.items():
+            view = memory.view(Path(name))
             record = self._records[name]
             self._store.read(self._store.manifest.slot, name, 0, view)
             self._count(read=len(view))
@@ -79,7 +93,8 @@ class Pool:
         It aliases the pool's memory: what is written into it is the record.
         """
         self._records[name]
-        return self._residents.get(name)
+        memory = self._residents.get(name)
+        return None if memory is None else memory.view(Path(name))
 
     def begin_step(self) -> None:
         """Choose where this step reads from and where it writes to.
@@ -132,7 +147,7 @@ class Pool:
     def flush(self, name: str) -> Table:
         """Copy a resident record to the working slot; return the crc32c of its chunks."""
         record = self._records[name]
-        view = self._residents[name]
+        view = self._residents[name].view(Path(name))
         self._store.write(self._required_output(), name, 0, view)
         self._count(written=len(view))
         crc = ChunkCrc(record)
@@ -155,8 +170,9 @@ class Pool:
         return generation
 
     def close(self) -> None:
-        """Let go of the residents, so that the arena can be closed; the store stays open."""
-        self._residents.clear()
+        """Let go of the residents, so that their arenas can be closed; the store stays open."""
+        while self._residents:
+            self._residents.popitem()[1].close()
 
     def _required_output(self) -> int:
         if self._output is None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.faults import FaultConformance
 from tests.support.tiering_stores import memory_folder
 from tiering.backends.posix import PosixBackend, _Descriptors
 from tiering.backends.probe import probe
@@ -13,30 +14,17 @@ from tiering.records import ALIGNMENT
 from tiering.testing import BackendConformance, aligned_buffer
 
 
-class TestBuffered(BackendConformance):
+class TestBuffered(FaultConformance):
     def make_backend(self, folder: Path) -> PosixBackend:
         return PosixBackend("test", direct=False, writable=True)
 
 
-class TestDirect(BackendConformance):
+class TestDirect(FaultConformance):
     def make_backend(self, folder: Path) -> PosixBackend:
         access = probe(folder)
         if not access.direct:
             pytest.skip(f"{folder}: no direct I/O: {access.reason}")
         return PosixBackend("test", direct=True, writable=True)
-
-    @pytest.mark.parametrize(
-        ("offset", "start", "nbytes"), [(1, 0, 4096), (0, 64, 4096), (0, 0, 5)]
-    )
-    def test_a_misaligned_request_is_refused_before_it_moves(
-        self, tmp_path: Path, offset: int, start: int, nbytes: int
-    ) -> None:
-        path = self.make_file(tmp_path, bytes(4 * ALIGNMENT))
-        backend = self.make_backend(tmp_path)
-        view = aligned_buffer(2 * ALIGNMENT)[start : start + nbytes]
-        with pytest.raises(ValueError, match="must be multiples of 4096"):
-            backend.read(path, offset, view)
-        backend.close()
 
 
 class TestFewDescriptors(BackendConformance):

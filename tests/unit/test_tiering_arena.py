@@ -55,6 +55,31 @@ def _mapped() -> int:
     return pages * resource.getpagesize()
 
 
+@pytest.mark.parametrize("nbytes", [4096, (2 << 20) - 4096, (6 << 20) + 3 * 4096])
+def test_an_arena_takes_exactly_its_size_of_memory(nbytes: int) -> None:
+    with Arena(nbytes) as arena:
+        start = address_of(arena.take("all", nbytes))
+        assert _resident(start, start + nbytes) == nbytes
+
+
+def _resident(start: int, stop: int) -> int:
+    """Return how much is in memory of the mappings that ``start`` to ``stop`` reaches into."""
+    found, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if not words[0].endswith(":"):
+            low, high = (int(number, 16) for number in words[0].split("-"))
+            inside = low < stop and start < high
+        elif inside and words[0] == "Rss:":
+            found += int(words[1]) << 10
+    return found
+
+
+def test_memory_that_cannot_even_be_addressed_is_refused() -> None:
+    with pytest.raises(CapacityError, match=r"Cannot allocate memory; lower memory\.ram"):
+        Arena(1 << 60)
+
+
 def test_an_arena_in_use_is_not_unmapped() -> None:
     arena = Arena(4096)
     array = np.frombuffer(arena.take("weights", 4096), np.uint8)
@@ -87,6 +112,7 @@ def test_memory_that_cannot_be_locked_is_used_and_says_how_to_raise_the_limit() 
     done = subprocess.run([sys.executable, "-c", ready], capture_output=True, text=True, check=True)
     assert "locked False b'\\x00\\x00\\x00'" in done.stdout
     [line] = [line for line in done.stdout.splitlines() if "cannot lock" in line]
+    assert "8388608 B of host memory" in line
     assert "the limit is 65536 B" in line
     assert "ulimit -l" in line
 

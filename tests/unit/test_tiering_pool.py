@@ -25,6 +25,7 @@ MOVING = tuple(record for record in RECORDS if not record.shared)
 PLACEMENTS: Mapping[str, Mapping[str, Tier]] = {
     "drives": {},
     "memory": {record.name: Tier.PINNED for record in RECORDS},
+    "tiers": {"u0.master": Tier.CXL, "u0.weights": Tier.PINNED, "tiny": Tier.CXL},
     "mixed": {"u0.master": Tier.PINNED, "tiny": Tier.PINNED, "even": Tier.NVME},
 }
 PIECE = 2 * 4096
@@ -40,8 +41,12 @@ def _train(
     store: Path, placement: Mapping[str, Tier], steps: int, commit_every: int
 ) -> tuple[int, int]:
     """Add the number of the step to every byte, as a trainer would; return the drives' traffic."""
-    with open_writer(store) as writer, Arena(1 << 20) as arena:
-        pool = Pool(writer, placement, arena)
+    with (
+        open_writer(store) as writer,
+        Arena(1 << 20) as arena,
+        Arena(1 << 20, nodes=(0,)) as expander,
+    ):
+        pool = Pool(writer, placement, {Tier.PINNED: arena, Tier.CXL: expander})
         pool.load()
         piece = arena.take("piece", PIECE)
         for step in range(1, steps + 1):
@@ -109,7 +114,7 @@ def test_traffic_counts_what_the_drives_moved(store: Path) -> None:
 def test_loading_tells_how_far_it_is(store: Path) -> None:
     seen: list[int] = []
     with open_writer(store) as writer, Arena(1 << 20) as arena:
-        pool = Pool(writer, PLACEMENTS["memory"], arena)
+        pool = Pool(writer, PLACEMENTS["memory"], {Tier.PINNED: arena})
         pool.load(seen.append)
         pool.close()
     assert sum(seen) == sum(record.nbytes for record in RECORDS)
@@ -145,7 +150,7 @@ def test_one_flipped_bit_stops_the_run_and_is_found_out_where(
 def test_a_gather_of_rows_does_not_disturb_the_first_pass(store: Path) -> None:
     _flip(store, "even", 20_000)
     with open_writer(store) as writer, Arena(1 << 20) as arena:
-        pool = Pool(writer, {}, arena)
+        pool = Pool(writer, {}, {Tier.PINNED: arena})
         pool.begin_step()
         with pytest.raises(CorruptionError, match="record even: chunk 1"):
             _stream_and_gather(pool, "even")
@@ -164,7 +169,9 @@ def _stream_and_gather(pool: Pool, name: str) -> None:
 def test_a_first_pass_that_a_commit_cut_short_raises_no_false_alarm(store: Path) -> None:
     record = RECORDS[2]
     with open_writer(store) as writer, Arena(1 << 20) as arena:
-        pool = Pool(writer, {r.name: Tier.PINNED for r in RECORDS if r is not record}, arena)
+        pool = Pool(
+            writer, {r.name: Tier.PINNED for r in RECORDS if r is not record}, {Tier.PINNED: arena}
+        )
         pool.load()
         pool.begin_step()
         pool.read(record.name, 0, memoryview(bytearray(4096)))
@@ -186,7 +193,7 @@ def test_a_first_pass_that_a_commit_cut_short_raises_no_false_alarm(store: Path)
 
 def test_nothing_is_written_before_a_step_begins(store: Path) -> None:
     with open_writer(store) as writer, Arena(1 << 20) as arena:
-        pool = Pool(writer, {"tiny": Tier.PINNED}, arena)
+        pool = Pool(writer, {"tiny": Tier.PINNED}, {Tier.PINNED: arena})
         pool.load()
         with pytest.raises(ValueError, match="no step has begun"):
             pool.write("even", 0, memoryview(bytes(4096)))
@@ -197,7 +204,7 @@ def test_nothing_is_written_before_a_step_begins(store: Path) -> None:
 
 def test_a_step_that_is_skipped_leaves_the_committed_one_as_input(store: Path) -> None:
     with open_writer(store) as writer, Arena(1 << 20) as arena:
-        pool = Pool(writer, {}, arena)
+        pool = Pool(writer, {}, {Tier.PINNED: arena})
         pool.begin_step()
         pool.begin_step()
         out = np.zeros(4096, np.uint8)
@@ -206,10 +213,27 @@ def test_a_step_that_is_skipped_leaves_the_committed_one_as_input(store: Path) -
         pool.close()
 
 
+def test_each_resident_lies_in_the_arena_of_its_tier(store: Path) -> None:
+    with open_writer(store) as writer, Arena(1 << 20) as near, Arena(1 << 20) as far:
+        pool = Pool(writer, PLACEMENTS["tiers"], {Tier.PINNED: near, Tier.CXL: far})
+        assert [name for name, _ in near.table()] == ["u0.weights"]
+        assert [name for name, _ in far.table()] == ["u0.master", "tiny"]
+        pool.close()
+
+
+def test_a_tier_without_an_arena_is_refused(store: Path) -> None:
+    with (
+        open_writer(store) as writer,
+        Arena(4096) as arena,
+        pytest.raises(ValueError, match=r"placed in cxl, which has no arena: u0\.master"),
+    ):
+        Pool(writer, {"u0.master": Tier.CXL}, {Tier.PINNED: arena})
+
+
 def test_a_pool_needs_a_second_slot(tmp_path: Path) -> None:
     with small_chunks():
         store = make_store(tmp_path / "one", slots=1)
         with open_writer(store) as writer, Arena(4096) as arena:
-            pool = Pool(writer, {}, arena)
+            pool = Pool(writer, {}, {Tier.PINNED: arena})
             with pytest.raises(RefusedError, match="ensure_slots"):
                 pool.begin_step()

@@ -47,9 +47,16 @@ class PosixBackend:
         open_files: int = OPEN_FILES,
     ) -> None:
         self.direct = direct
+        self._name = name
+        self._closed = False
         flags = os.O_RDWR if writable else os.O_RDONLY
         self._descriptors = _Descriptors(flags | (os.O_DIRECT if direct else 0), open_files)
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix=f"posix-{name}")
+
+    @property
+    def alignment(self) -> int:
+        """What offsets, lengths and addresses of a transfer are multiples of."""
+        return ALIGNMENT if self.direct else 1
 
     def read(self, path: File, offset: int, out: memoryview) -> Future[int]:
         """Fill ``out`` with the bytes at ``offset``; it is borrowed until the future ends.
@@ -71,62 +78,81 @@ class PosixBackend:
         self._descriptors.forget(path)
 
     def close(self) -> None:
-        """Wait for what is in flight and close every file."""
+        """Wait for what is in flight and close every file; later transfers raise."""
+        self._closed = True
         self._threads.shutdown(wait=True)
         self._descriptors.close()
 
     def _submit(
         self, action: str, move: _Move, path: File, offset: int, view: memoryview
     ) -> Future[int]:
+        if self._closed:
+            raise ValueError(f"cannot {action} {_path_of(path)}: {self._name} is closed")
         view = view.cast("B")
-        if self.direct:
-            _require_aligned(path, offset, view)
+        require_aligned(path, offset, view, self.alignment)
         pieces = [
             self._threads.submit(
                 self._transfer, action, move, path, offset + at, view[at : at + REQUEST_NBYTES]
             )
             for at in range(0, len(view), REQUEST_NBYTES)
         ]
-        return pieces[0] if len(pieces) == 1 else _joined(pieces)
+        return pieces[0] if len(pieces) == 1 else _joined(pieces, offset, len(view))
 
     def _transfer(self, action: str, move: _Move, file: File, offset: int, view: memoryview) -> int:
         with self._descriptors.lease(file) as fd:
             done = 0
             while done < len(view):
-                done += _move_once(action, move, file, fd, offset, view, done)
+                moved, code = _move_once(move, fd, view[done:], offset + done, self.alignment)
+                done += moved
+                if moved == 0:
+                    raise StorageError(
+                        action,
+                        _path_of(file),
+                        errno=code,
+                        offset=offset + done,
+                        wanted=len(view),
+                        moved=done,
+                    )
         return done
 
 
 def _move_once(
-    action: str, move: _Move, file: File, fd: int, offset: int, view: memoryview, done: int
-) -> int:
-    """Return how many bytes were moved; a partial block counts as not moved and is redone."""
-    wanted = len(view)
-    code = 0
+    move: _Move, fd: int, view: memoryview, offset: int, alignment: int
+) -> tuple[int, int]:
+    """Return how many bytes were moved, and why none: an errno, or 0 where the file ends.
+
+    A partial block counts as not moved, so that the next request begins aligned again.
+    """
     try:
-        moved = move(fd, [view[done:]], offset + done)
+        moved = move(fd, [view], offset)
     except OSError as error:
-        moved, code = 0, error.errno or 0
-    if done + moved < wanted:
-        moved -= moved % ALIGNMENT
-        if moved == 0:
-            path = file if isinstance(file, Path) else Path(f"/proc/self/fd/{file}")
-            raise StorageError(
-                action, path, errno=code, offset=offset + done, wanted=wanted, moved=done
-            )
-    return moved
+        return 0, error.errno or 0
+    return (moved if moved == len(view) else moved - moved % alignment), 0
 
 
-def _require_aligned(path: File, offset: int, view: memoryview) -> None:
-    if offset % ALIGNMENT or len(view) % ALIGNMENT or address_of(view) % ALIGNMENT:
+def _path_of(file: File) -> Path:
+    return file if isinstance(file, Path) else Path(f"/proc/self/fd/{file}")
+
+
+def require_aligned(path: File, offset: int, view: memoryview, alignment: int) -> None:
+    """Return if a transfer may go as it is.
+
+    Raises:
+        ValueError: Offset, length or address is no multiple of ``alignment``.
+    """
+    address = address_of(view) if alignment > 1 else 0
+    if offset % alignment or len(view) % alignment or address % alignment:
         raise ValueError(
-            f"direct I/O on {path}: offset {offset}, length {len(view)} and address "
-            f"{address_of(view):#x} must be multiples of {ALIGNMENT}"
+            f"direct I/O on {_path_of(path)}: offset {offset}, length {len(view)} and address "
+            f"{address:#x} must be multiples of {alignment}"
         )
 
 
-def _joined(pieces: Sequence[Future[int]]) -> Future[int]:
-    """Return a future that ends when all ``pieces`` have, with the first error if there is one."""
+def _joined(pieces: Sequence[Future[int]], offset: int, wanted: int) -> Future[int]:
+    """Return a future that ends when all ``pieces`` have, with the first error if there is one.
+
+    Pieces move side by side: what counts as moved is what lies before the first failure.
+    """
     joined: Future[int] = Future()
     joined.set_running_or_notify_cancel()
     left = len(pieces)
@@ -139,16 +165,33 @@ def _joined(pieces: Sequence[Future[int]]) -> Future[int]:
             if left:
                 return
         error = next((e for piece in pieces if (e := piece.exception())), None)
-        if error is not None:
-            joined.set_exception(error)
+        if error is None:
+            joined.set_result(wanted)
+        elif isinstance(error, StorageError):
+            joined.set_exception(_of_whole(error, offset, wanted))
         else:
-            joined.set_result(sum(piece.result() for piece in pieces))
+            joined.set_exception(error)
 
     for piece in pieces:
         piece.add_done_callback(finish)
     if not pieces:
         joined.set_result(0)
     return joined
+
+
+def _of_whole(error: StorageError, offset: int, wanted: int) -> StorageError:
+    """Return the error of a piece as that of the request it was cut from."""
+    first = max(error.offset, offset)  # an error before the first byte has no offset
+    whole = StorageError(
+        error.action,
+        error.path,
+        errno=error.errno,
+        offset=first,
+        wanted=wanted,
+        moved=first - offset,
+    )
+    whole.__cause__ = error
+    return whole
 
 
 @dataclass(slots=True)
