@@ -188,6 +188,8 @@ class StoreConfig(_Section):
     """Generations kept; each costs a slot."""
     reserve: bool = True
     """Allocate all slots before step 1, so that a full disk shows then."""
+    io: Literal["auto", "posix", "kvikio"] = "auto"
+    """What moves the shards; auto is kvikio where it is installed and finds a GPU."""
 
     @field_validator("layout")
     @classmethod

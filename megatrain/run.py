@@ -24,6 +24,7 @@ from megatrain.planner import Plan
 from megatrain.stores import METRICS_FILE, RUN_FILE, is_store
 from megatrain.train_state import TrainState
 from megatrain.trainer import Observer, Stop, Trainer
+from tiering.backends import choice
 from tiering.errors import RefusedError
 from tiering.store import StoreWriter, open_writer
 
@@ -63,6 +64,7 @@ def train(config: RunConfig, observer: RunObserver, stop: Stop) -> Outcome:
             not fit.
     """
     stores.require_usable_out(config.out)
+    choice.require(config.store.io)
     run_id = uuid.uuid4().hex
     with ExitStack() as stack:
         if not is_store(stores.store_path(config)):
@@ -71,6 +73,7 @@ def train(config: RunConfig, observer: RunObserver, stop: Stop) -> Outcome:
         if inputs:
             stack.enter_context(inputs.dataset)
         store = stack.enter_context(open_writer(stores.store_path(config), run_id=run_id))
+        store.use_engine(config.store.io)
         schema = read_schema(store)
         _require_no_unfinished(store, schema)
         stores.require_same_drives(config, store)
@@ -105,6 +108,7 @@ def resume(
         stores.require_own_shards(store, state.config)
         before = found.apply(state.config)
         config = with_sets(before, sets)
+        store.use_engine(config.store.io)
         stores.require_usable_out(config.out)
         by_name = changes(before, config)
         _require_fixed(by_name)

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from tiering import fsops
-from tiering.backends.posix import OPEN_FILES, PosixBackend
+from tiering.backends.choice import DriveBackend, Engine, open_backends
+from tiering.backends.posix import OPEN_FILES
 from tiering.backends.probe import Access, probe
 from tiering.checksum import Table
 from tiering.drives import Drive
@@ -78,13 +79,31 @@ class OpenStore:
         )
         limit = fsops.raise_open_file_limit(1024 + OPEN_FILES * len(self.drives))
         per_drive = max(16, min(OPEN_FILES, (limit - 256) // (2 * len(self.drives))))
-        self.backends = tuple(
-            PosixBackend(
-                str(drive.number), direct=access.direct, writable=writable, open_files=per_drive
-            )
-            for drive, access in zip(self.drives, self.access, strict=True)
-        )
+        self._open_files, self._writable = per_drive, writable
+        self.backends: list[DriveBackend] = self._open_backends("posix")
         self._files = RecordFiles(records, self.backends)
+
+    def _open_backends(self, engine: Engine) -> list[DriveBackend]:
+        return open_backends(
+            [str(drive.number) for drive in self.drives],
+            self.access,
+            engine=engine,
+            writable=self._writable,
+            open_files=self._open_files,
+        )
+
+    def use_engine(self, engine: Engine) -> None:
+        """Move shards by ``engine`` from now on; nothing may be in flight.
+
+        A store opens with posix: tools that look at a few bytes need no GPU library.
+
+        Raises:
+            RefusedError: kvikio was asked for by name and cannot be used here.
+        """
+        fresh = self._open_backends(engine)
+        for backend in self.backends:
+            backend.close()
+        self.backends[:] = fresh  # in place: the record files hold this very list
 
     def schema_names(self) -> list[str]:
         """Return the names of the files that were given when the store was created."""
