@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from checkpoint.cli import EXIT_FINDINGS, ErrorGroup
+from megatrain import names
+
+try:
+    from checkpoint.cli import EXIT_FINDINGS, ErrorGroup
+except ImportError as error:
+    raise names.refuse(error) from error
 
 if TYPE_CHECKING:
     from megatrain.progress import Terminal
@@ -59,7 +64,7 @@ def train(run_file: Path, sets: tuple[str, ...]) -> None:
 @click.option(
     "--burn",
     metavar="SIZE",
-    help="Also write SIZE to each drive, to see its pace once its cache is full. It wears the drive.",
+    help="Also write SIZE to each drive, to see its pace once its cache is full. Wears it.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @click.pass_context

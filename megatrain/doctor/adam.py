@@ -150,7 +150,7 @@ def _kernel_finding(file: Path | None, folder: Path) -> Finding:
             subject="CPU Adam",
             verdict=Verdict.PROBLEM,
             found=f"{file} is built, but does not work: {error}",
-            advice=f"remove it, and the next run compiles it anew: rm -r {shlex.quote(str(folder))}",
+            advice=f"remove it, the next run compiles it anew: rm -r {shlex.quote(str(folder))}",
         )
     return Finding(
         subject="CPU Adam",

@@ -19,6 +19,8 @@ from tiering.errors import CapacityError, RefusedError
 
 _BINS = 64
 _FALLS = 0.6  # of the rate at the start
+_BIN_REQUESTS = 8  # of which two are under way: fewer, and their jitter looks like a rate
+_ENOUGH_BINS = 4
 _EDGE_BINS = 6  # start and end, but never more than half of the burn
 _LOOK_EVERY = 1 << 30
 
@@ -78,7 +80,7 @@ def check(folder: Path, nbytes: int, access: Access) -> None:
         RefusedError: It would be the speed of memory.
         CapacityError: It does not fit.
     """
-    if access.filesystem in RAM:
+    if access.in_ram:
         raise RefusedError(f"--burn {folder}: {access.filesystem} is RAM; name a folder on a drive")
     if not access.direct:
         raise RefusedError(f"--burn {folder}: needs direct I/O, but {access.reason}")
@@ -96,7 +98,7 @@ def burn(folder: Path, nbytes: int, on_progress: Progress) -> Burn:
 
     Ends early when other programs use up the space meanwhile.
     """
-    bin_nbytes = max(nbytes // _BINS // REQUEST, 1) * REQUEST
+    bin_nbytes = max(nbytes // _BINS // REQUEST, _BIN_REQUESTS) * REQUEST
     clock = _Clock(folder, nbytes, bin_nbytes, on_progress)
     with scratch(folder, direct=True) as fd, random_block() as block:
         clock.start()
@@ -144,34 +146,43 @@ class _Clock:
 
 def burn_findings(folder: Path, nbytes: int, on_progress: Progress) -> Iterator[Finding]:
     """Burn and say whether the drive kept its pace."""
-    result = burn(folder, nbytes, on_progress)
-    fell = result.fell_after
-    pace = (
-        f"kept its pace, {gigabytes(result.head)} at the start and {gigabytes(result.tail)} at "
-        "the end; a cache larger than this would not show"
-        if fell is None
-        else f"fell from {gigabytes(result.head)} to {gigabytes(result.tail)} after "
-        f"{format_size(fell)}"
-    )
+    yield burn_finding(burn(folder, nbytes, on_progress))
+
+
+def burn_finding(result: Burn) -> Finding:
+    """Say whether a drive kept its pace."""
+    verdict, pace, advice = _pace(result)
     early = f"; ended early: {result.cut}" if result.cut else ""
-    yield Finding(
+    return Finding(
         subject="burn",
-        verdict=Verdict.OK if fell is None else Verdict.WARNING,
+        verdict=verdict,
         found=f"{format_size(result.nbytes)} written in order: {pace}; sync at the end "
         f"{milliseconds(result.sync_s)}{early}\n{sparks(result.rates)}",
-        advice=""
-        if fell is None
-        else f"expect {gigabytes(result.tail)} in a run: a drive whose cache is not this small, "
-        "or more drives",
+        advice=advice,
         values={
             "nbytes": result.nbytes,
             "bin_nbytes": result.bin_nbytes,
             "written_bytes_per_s": list(result.rates),
             "head_bytes_per_s": result.head,
             "tail_bytes_per_s": result.tail,
-            "fell_after_nbytes": fell,
+            "fell_after_nbytes": result.fell_after,
             "sync_s": result.sync_s,
         },
+    )
+
+
+def _pace(result: Burn) -> tuple[Verdict, str, str]:
+    if len(result.rates) < _ENOUGH_BINS:
+        least = format_size(_ENOUGH_BINS * result.bin_nbytes)
+        return Verdict.UNKNOWN, "too short to tell start from end", f"burn {least} or more"
+    head, tail = gigabytes(result.head), gigabytes(result.tail)
+    if result.fell_after is None:
+        pace = f"{head} at the start and {tail} at the end; a larger cache would not show"
+        return Verdict.OK, f"kept its pace, {pace}", ""
+    return (
+        Verdict.WARNING,
+        f"fell from {head} to {tail} after {format_size(result.fell_after)}",
+        f"expect {tail} in a run: use a drive without such a cache, or more drives",
     )
 
 

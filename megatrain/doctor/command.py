@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -15,6 +16,8 @@ from megatrain.doctor.examine import examine
 from megatrain.doctor.findings import Section
 from megatrain.doctor.report import document, is_fine, section_report, summary
 from tiering.errors import UsageError
+
+_WIDTH_OF_A_FILE = 120
 
 
 def diagnose(drives: Sequence[Path], *, burn: str | None, as_json: bool) -> bool:
@@ -46,6 +49,8 @@ def _shown(found: Iterable[Section]) -> Iterator[Section]:
     from rich.console import Console
 
     console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = _WIDTH_OF_A_FILE
     for section in found:
         console.print(section_report(section))
         yield section
@@ -56,7 +61,7 @@ def _progress() -> Iterator[Progress]:
     """Show bytes, rate and time left of a long write on standard error, if that is a terminal."""
     from tqdm import tqdm
 
-    bars: list[tqdm[None]] = []
+    bars: list[tqdm[Any]] = []
 
     def on_progress(done: int, total: int) -> None:
         if not bars:

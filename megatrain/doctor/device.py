@@ -176,8 +176,8 @@ def _facts(device: Device) -> Iterator[str]:
 
 
 _CACHES = {
-    "write back": "with a volatile write cache that a sync flushes",
-    "write through": "no volatile write cache that the kernel knows of",
+    "write back": "the kernel says it has a volatile write cache, which a sync flushes",
+    "write through": "the kernel knows of no volatile write cache",
 }
 
 

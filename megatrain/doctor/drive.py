@@ -27,16 +27,18 @@ def check_burn(folder: Path, nbytes: int) -> None:
     burning.check(folder, nbytes, probe(folder))
 
 
-def drive_section(
-    folder: Path, *, burn: int | None, on_progress: burning.Progress
-) -> Section:
+def drive_section(folder: Path, *, burn: int | None, on_progress: burning.Progress) -> Section:
     """Return what is found of the drive of ``folder``."""
     mount = mount_of(folder)
     devices = devices_of(mount) if mount else ()
     findings = [
         *looked_at("file system", lambda: _lying(folder, mount, devices)),
         *looked_at("space", lambda: space_findings(folder)),
-        *looked_at("speed", lambda: _moving(folder, devices, burn, on_progress)),
+        *looked_at(
+            "transfers",
+            lambda: _moving(folder, devices, burn, on_progress),
+            failing=Verdict.PROBLEM,  # reading and writing is what a drive is for
+        ),
         *looked_at("wear", lambda: wear_findings(devices)),
     ]
     return Section(title=f"drive {folder}", findings=tuple(findings))
@@ -67,15 +69,14 @@ def _moving(
         )
         return
     access = probe(folder)
-    yield from speed.access_findings(access)
-    yield from speed.speed_findings(folder, access)
+    yield from speed.transfer_findings(folder, access)
     yield from _syncing(folder, devices, access)
     if burn is not None:
         yield from burning.burn_findings(folder, burn, on_progress)
 
 
 def _syncing(folder: Path, devices: tuple[Device, ...], access: Access) -> Iterator[Finding]:
-    if access.filesystem not in RAM:
+    if not access.in_ram:
         virtual = any(leaf.virtual for device in devices for leaf in device.leaves())
         yield from speed.sync_findings(folder, direct=access.direct, virtual=virtual)
 

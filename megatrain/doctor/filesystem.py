@@ -91,9 +91,12 @@ def _promise(mount: Mount, copies: bool | None) -> tuple[Verdict, str, str]:
         return Verdict.OK, "overwrites in place", ""
     if mount.filesystem in _REMOTE or mount.filesystem.startswith("fuse"):
         return Verdict.UNKNOWN, "what it promises is up to a server or program", ""
+    if mount.filesystem == "overlay":
+        return Verdict.UNKNOWN, "part of a container, what lies under it is out of sight", _VOLUME
     return Verdict.UNKNOWN, "not one that this program knows", ""
 
 
+_VOLUME = "name a folder of a volume, which outlives the container"
 _NO_COPY_ADVICE = "use ext4 or XFS, or a new folder after chattr +C on it"
 
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from tiering.errors import MegatrainError
+
 
 class Verdict(StrEnum):
     """What a finding means for a training run."""
@@ -48,10 +50,19 @@ class Section:
     findings: tuple[Finding, ...]
 
 
-def looked_at(subject: str, look: Callable[[], Iterable[Finding]]) -> tuple[Finding, ...]:
-    """Return what ``look`` finds, or that the system did not let it look."""
+def looked_at(
+    subject: str, look: Callable[[], Iterable[Finding]], *, failing: Verdict = Verdict.UNKNOWN
+) -> tuple[Finding, ...]:
+    """Return what ``look`` finds until the system stops it, and what stopped it.
+
+    ``failing`` is what it means that the system refuses; our own errors are always problems.
+    """
+    found: list[Finding] = []
     try:
-        return tuple(look())
+        found.extend(look())
     except OSError as error:
-        found = f"cannot be looked at: {error.strerror or error}"
-        return (Finding(subject=subject, verdict=Verdict.UNKNOWN, found=found),)
+        told = f"cannot be looked at: {error.strerror or error}"
+        found.append(Finding(subject=subject, verdict=failing, found=told))
+    except MegatrainError as error:
+        found.append(Finding(subject=subject, verdict=Verdict.PROBLEM, found=str(error)))
+    return tuple(found)

@@ -53,7 +53,7 @@ def _usable() -> tuple[bool, str]:
     if torch.version.cuda is None and torch.version.hip is None:
         return False, "this torch is built for CPUs only"
     try:
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
     except (RuntimeError, AssertionError) as error:
         return False, str(error).splitlines()[0]
     return torch.cuda.device_count() > 0, "torch sees no device"
@@ -116,8 +116,8 @@ def _memory(number: int, total: int) -> str:
 
 
 def _link(about: object, sysfs: Path) -> str:
-    numbers = [getattr(about, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
-    if any(number is None for number in numbers):  # an older torch
+    numbers = [getattr(about, f"pci_{part}_id", -1) for part in ("domain", "bus", "device")]
+    if min(numbers) < 0:  # an older torch
         return ""
     address = "{:04x}:{:02x}:{:02x}.0".format(*numbers)
     found = link(sysfs / "bus" / "pci" / "devices" / address)

@@ -69,9 +69,7 @@ def _swap_finding() -> Finding:
 def _promise_findings() -> Iterator[Finding]:
     """Say what stops an allocation before memory is full; nothing if nothing does."""
     if Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2":
-        facts = dict(
-            line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines()
-        )
+        facts = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         limit, given = (int(facts[k].split()[0]) << 10 for k in ("CommitLimit", "Committed_AS"))
         yield Finding(
             subject="overcommit",

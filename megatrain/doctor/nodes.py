@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import psutil
+
 from checkpoint.sizes import format_size
 from megatrain.doctor.findings import Finding, Verdict
 from tiering.arena import Arena
@@ -12,6 +14,7 @@ from tiering.backends.cxl import Node, find_nodes
 from tiering.errors import MegatrainError
 
 _TRIAL_NBYTES = 4 << 20
+_CLOSE = 0.05
 
 
 def node_findings(sysfs: Path = Path("/sys")) -> Iterator[Finding]:
@@ -21,15 +24,23 @@ def node_findings(sysfs: Path = Path("/sys")) -> Iterator[Finding]:
         found = "the kernel lists none: it is built without NUMA, or hides it"
         yield Finding(subject="NUMA", verdict=Verdict.UNKNOWN, found=found)
         return
-    yield Finding(
-        subject="NUMA",
-        verdict=Verdict.OK,
-        found=f"{len(nodes)} node{'s' * (len(nodes) > 1)}: {'; '.join(map(_described, nodes))}",
-        values={"nodes": {node.number: node.nbytes for node in nodes}},
-    )
+    yield _nodes_finding(nodes, machine_nbytes=psutil.virtual_memory().total)
     alone = [node for node in nodes if not node.cpus]
     yield _alone_finding(alone, sysfs)
     yield bind_finding(alone or nodes[:1])
+
+
+def _nodes_finding(nodes: Sequence[Node], *, machine_nbytes: int) -> Finding:
+    counted = sum(node.nbytes for node in nodes)
+    agrees = abs(counted - machine_nbytes) < _CLOSE * machine_nbytes
+    doubt = f"; this machine has {format_size(machine_nbytes)}, so the kernel's counts are off"
+    return Finding(
+        subject="NUMA",
+        verdict=Verdict.OK if agrees else Verdict.NOTE,
+        found=f"{len(nodes)} node{'s' * (len(nodes) > 1)}: {'; '.join(map(_described, nodes))}"
+        + ("" if agrees else doubt),
+        values={"nodes": {node.number: node.nbytes for node in nodes}},
+    )
 
 
 def _described(node: Node) -> str:

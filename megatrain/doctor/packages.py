@@ -52,9 +52,7 @@ def foreign(distributions: Mapping[str, Sequence[str]]) -> Iterator[Finding]:
             )
 
 
-def shadows(
-    homes: Mapping[str, Path], path: Iterable[str], folder: Path
-) -> Iterator[Finding]:
+def shadows(homes: Mapping[str, Path], path: Iterable[str], folder: Path) -> Iterator[Finding]:
     """Say which files would be imported in place of ours, and from where."""
     searched = {Path(entry or ".").resolve() for entry in path}
     here = folder.resolve()

@@ -6,6 +6,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from checkpoint.sizes import format_size
@@ -27,42 +28,41 @@ _SLOW_SYNC_S = 1.0
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
-def access_findings(access: Access) -> Iterator[Finding]:
-    """Say whether a trial of direct I/O went well."""
-    ram = access.filesystem in RAM
-    help_ = not access.direct and not ram
-    yield Finding(
-        subject="direct I/O",
-        verdict=Verdict.WARNING if help_ else Verdict.NONE if ram else Verdict.OK,
-        found="a block written directly reads back the same" if access.direct else access.reason,
-        advice="use ext4 or XFS: going through the page cache costs speed and RAM" if help_ else "",
-        values={"direct": access.direct, "used_alignment_nbytes": ALIGNMENT},
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Rates, and what the page cache saw of them.
+
+    Attributes:
+        written: Bytes written directly.
+        dirtied: Bytes that went through the page cache meanwhile, whoever wrote them.
+    """
+
+    rates: Rates
+    nbytes: int
+    written: int
+    dirtied: int
+
+    @property
+    def around_the_cache(self) -> bool:
+        """Whether most of what was written cannot have passed through the page cache."""
+        return self.dirtied < self.written / 2
 
 
-def speed_findings(folder: Path, access: Access) -> Iterator[Finding]:
-    """Say how fast ``folder`` moves large requests."""
-    refusal = _refusal(folder, access)
-    if refusal:
-        yield Finding(subject="speed", verdict=Verdict.UNKNOWN, found=f"not measured: {refusal}")
+def transfer_findings(folder: Path, access: Access) -> Iterator[Finding]:
+    """Say whether direct I/O works in ``folder``, and how fast large requests move."""
+    if access.in_ram:
+        yield Finding(subject="direct I/O", verdict=Verdict.NONE, found=access.reason)
         return
-    nbytes, before = _FIRST_NBYTES, _dirtied()
-    rates = measure(folder, nbytes)
-    if _slower(rates) > _FAST_BYTES_PER_S:
-        nbytes, before = _NBYTES, _dirtied()
-        rates = measure(folder, nbytes)
-    dirtied = _dirtied() - before
-    yield _speed_finding(rates, nbytes)
-    yield from _cache_findings(dirtied, 2 * nbytes)  # it writes twice
-
-
-def _slower(rates: Rates) -> float:
-    return min(rates.written_bytes_per_s, rates.read_bytes_per_s)
+    why_not = _refusal(folder, access)
+    measured = None if why_not else _measured(folder)
+    yield _direct_finding(access, measured)
+    if measured is None:
+        yield Finding(subject="speed", verdict=Verdict.UNKNOWN, found=f"not measured: {why_not}")
+    else:
+        yield speed_finding(measured)
 
 
 def _refusal(folder: Path, access: Access) -> str:
-    if access.filesystem in RAM:
-        return "this is RAM"
     if not access.direct:
         return "without direct I/O it would be the page cache's speed"
     if space(folder)[0] < 4 * _NBYTES:
@@ -70,7 +70,49 @@ def _refusal(folder: Path, access: Access) -> str:
     return ""
 
 
-def _speed_finding(rates: Rates, nbytes: int) -> Finding:
+def _measured(folder: Path) -> Measured:
+    first = _measure(folder, _FIRST_NBYTES)
+    return _measure(folder, _NBYTES) if _slower(first.rates) > _FAST_BYTES_PER_S else first
+
+
+def _measure(folder: Path, nbytes: int) -> Measured:
+    before = _dirtied()
+    rates = measure(folder, nbytes)
+    # it writes twice, so that the second time finds the space allocated
+    return Measured(rates=rates, nbytes=nbytes, written=2 * nbytes, dirtied=_dirtied() - before)
+
+
+def _direct_finding(access: Access, measured: Measured | None) -> Finding:
+    if not access.direct:
+        return Finding(
+            subject="direct I/O",
+            verdict=Verdict.WARNING,
+            found=access.reason,
+            advice="use ext4 or XFS: going through the page cache costs speed and RAM",
+            values={"direct": False},
+        )
+    found = f"a block aligned to {access.alignment} B reads back as it was written"
+    values = {"direct": True, "alignment_nbytes": access.alignment}
+    if measured is None or measured.around_the_cache:
+        return Finding(subject="direct I/O", verdict=Verdict.OK, found=found, values=values)
+    return Finding(
+        subject="direct I/O",
+        verdict=Verdict.NOTE,
+        found=f"{found}; but {format_size(measured.dirtied)} went through the page cache while "
+        f"{format_size(measured.written)} were written directly: by the file system, by the file "
+        "under a loop device, or by another program",
+        advice="if no other program writes, it is not direct: use ext4 or XFS on the drive itself",
+        values={**values, "dirtied_nbytes": measured.dirtied},
+    )
+
+
+def _slower(rates: Rates) -> float:
+    return min(rates.written_bytes_per_s, rates.read_bytes_per_s)
+
+
+def speed_finding(measured: Measured) -> Finding:
+    """Say how fast large requests move."""
+    rates, nbytes = measured.rates, measured.nbytes
     slow = _slower(rates) < _SLOW_BYTES_PER_S
     return Finding(
         subject="speed",
@@ -100,21 +142,6 @@ def _dirtied() -> int:
         if line.startswith("nr_dirtied "):
             return int(line.split()[1]) * _PAGE
     return 0
-
-
-def _cache_findings(dirtied: int, written: int) -> Iterator[Finding]:
-    if dirtied < written / 2:
-        return  # so most of what we wrote did not pass through it, whatever others did
-    yield Finding(
-        subject="page cache",
-        verdict=Verdict.NOTE,
-        found=f"{format_size(dirtied)} went through the page cache while "
-        f"{format_size(written)} were written directly: by the file system, by the file under a "
-        "loop device, or by another program",
-        advice="if nothing else writes now, direct I/O is not direct here: use ext4 or XFS on the "
-        "drive itself",
-        values={"dirtied_nbytes": dirtied, "written_nbytes": written},
-    )
 
 
 def sync_findings(folder: Path, *, direct: bool, virtual: bool) -> Iterator[Finding]:

@@ -32,10 +32,9 @@ def scratch(folder: Path, *, direct: bool) -> Iterator[int]:
 @contextmanager
 def random_block() -> Iterator[memoryview]:
     """Lend a request of bytes that no drive can compress, on huge pages."""
-    with Arena(REQUEST, lock=False) as arena:
-        with arena.take("block", REQUEST) as block:
-            block[:] = os.urandom(REQUEST)
-            yield block
+    with Arena(REQUEST, lock=False) as arena, arena.take("block", REQUEST) as block:
+        block[:] = os.urandom(REQUEST)
+        yield block
 
 
 def stream(
