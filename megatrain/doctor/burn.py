@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from checkpoint.sizes import format_size
-from megatrain.doctor.filesystem import RAM, space
+from megatrain.doctor.filesystem import space
 from megatrain.doctor.findings import Finding, Verdict
 from megatrain.doctor.speed import gigabytes, milliseconds
 from megatrain.doctor.stream import REQUEST, random_block, scratch, stream
