@@ -56,8 +56,8 @@ class CheckedReader:
         place = self._place(record.name, chunk)
         if (found := crc32c(self._buffer[:length])) != place.crc:
             raise CorruptionError(
-                f"{place.path}: chunk at offset {place.offset} has crc32c {found:08x}, committed "
-                f"was {place.crc:08x}; drive {place.drive}, record {record.name}, chunk {chunk}"
+                f"record {record.name}: chunk {chunk} is damaged on {place}: crc32c is "
+                f"{found:08x}, committed was {place.crc:08x}"
             )
         self._held = (record.name, chunk)
 

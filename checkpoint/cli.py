@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from checkpoint.sizes import format_size, parse_size
+from tiering.codecs import DEFAULT_CODEC
 from tiering.errors import MegatrainError, UsageError
 
 if TYPE_CHECKING:
@@ -111,8 +112,9 @@ def cli() -> None:
     type=click.Choice(_TIERS),
     default="nvme",
     show_default=True,
-    help="Where the records lie.",
+    help="How the records lie: raw and overwritten in place, or encoded and replaced.",
 )
+@click.option("--codec", metavar="NAME", help=f"Of the zarr tier.  [default: {DEFAULT_CODEC}]")
 @click.option(
     "--ram", metavar="SIZE", callback=_size, help="At most this much memory for pieces of tensors."
 )
@@ -130,6 +132,7 @@ def convert(
     layout: str,
     dtype: str,
     tier: str,
+    codec: str | None,
     ram: int | None,
     weights: str | None,
     tie: bool,
@@ -137,7 +140,8 @@ def convert(
 ) -> None:
     """Make STORE from the Hugging Face folder SRC, as generation 1."""
     _only("--layout", layout, "fp32")
-    _only("--tier", tier, "nvme")
+    if codec is not None and tier != "zarr":
+        raise UsageError(f"--codec {codec}: shards are encoded in the zarr tier; add --tier zarr")
     from checkpoint.convert import convert as run
     from checkpoint.schema import Layout
 
@@ -147,6 +151,7 @@ def convert(
             store,
             drives=drives,
             layout=Layout.FLOAT32 if dtype == "float32" else Layout.FP32,
+            codec=(codec or DEFAULT_CODEC) if tier == "zarr" else None,
             ram=ram,
             weights=weights,
             tie=tie,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from checkpoint.scales import Scale, apply_scale
 from checkpoint.schema import SCHEMA_FILE, Layout, Role, Schema, Unit
 from checkpoint.windows import Span, Window, aligned, piece_length, windows
 from tiering.checksum import ChunkCrc, Table
+from tiering.codecs import Codec
 from tiering.errors import RefusedError
 from tiering.records import ALIGNMENT, Record, round_up
 from tiering.store import StoreWriter, create_store
@@ -31,6 +33,7 @@ def convert(
     *,
     drives: Sequence[Path] = (),
     layout: Layout = Layout.FP32,
+    codec: str | None = None,
     ram: int | None = None,
     weights: str | None = None,
     tie: bool = False,
@@ -41,19 +44,23 @@ def convert(
 
     Weights of BF16 tensors are the source's bits, others are rounded; masters are exact. The
     memory for pieces is at most ``ram`` bytes and does not depend on the size of a tensor.
-    ``on_plan`` is called with what will be done before anything is written.
+    With a ``codec`` the shards are encoded (the zarr tier). ``on_plan`` is called with what will
+    be done before anything is written.
 
     Raises:
+        UsageError: There is no such codec.
         RefusedError: The folder or the place cannot be used; nothing was written.
         StorageError: Reading or writing failed; what was written is removed.
     """
+    if codec is not None:
+        Codec.named(codec)
     piece = piece_length(ram, BYTES_PER_ELEMENT)
     _check_apart(src, store)
     plan = plan_conversion(src, layout=layout, weights=weights, tie=tie)
     if on_plan:
         on_plan(plan)
     files = {SCHEMA_FILE: plan.schema.encode(), **plan.side_files}
-    records = plan.schema.records()
+    records = [replace(record, codec=codec) for record in plan.schema.records()]
     with create_store(store, records=records, schema_files=files, drives=drives) as writer:
         with RangeReader() as reader:
             checksums = _Filler(plan, writer, reader, piece, on_progress).fill()

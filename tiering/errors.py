@@ -59,6 +59,7 @@ class StorageError(MegatrainError):
         self.offset = offset
         self.wanted = wanted
         self.moved = moved
+        self.hint = hint
         reason = os.strerror(errno) if errno else "ended early"
         span = f" at offset {offset}: moved {moved} of {wanted} B" if wanted else ""
         super().__init__(f"cannot {action} {self.path}{span}: {reason}{hint and f'; {hint}'}")

@@ -7,6 +7,7 @@ Each function is one step of a protocol: it either did what its name says or rai
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import resource
 from collections.abc import Callable, Iterator
@@ -16,6 +17,9 @@ from pathlib import Path
 
 from tiering.errors import StorageError
 
+UNFINISHED = ".unfinished"  # ends the name of a file that is still being written
+
+Buffer = memoryview | bytes | bytearray
 Observer = Callable[[str, Path], None]
 
 _observer: ContextVar[Observer | None] = ContextVar("fsops_observer", default=None)
@@ -90,6 +94,56 @@ def _write_all(fd: int, path: Path, data: bytes, offset: int = 0) -> None:
         while view:
             moved = os.pwrite(fd, view, offset)
             view, offset = view[moved:], offset + moved
+
+
+class Replacement:
+    """A file that takes the place of ``path`` when it is finished; until then nothing of it shows.
+
+    It is written from its start under a temporary name beside ``path``, or beside the file that
+    ``path`` is a link to, and is durable after a ``sync_drive``. There may be one at a time for
+    each path: what an earlier one left behind when its process was killed is taken over.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._target = Path(os.path.realpath(path))
+        self._temporary = self._target.with_name(self._target.name + UNFINISHED)
+        unlink(self._temporary, missing_ok=True)
+        with _step("create", self._temporary):
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            self._fd = os.open(self._temporary, flags, 0o666)
+        self._nbytes = 0
+
+    def append(self, *parts: Buffer) -> None:
+        """Write ``parts`` one after another behind what was appended before."""
+        views = [memoryview(part).cast("B") for part in parts]
+        with _step("write", self._temporary):
+            while views:
+                moved = os.pwritev(self._fd, views, self._nbytes)
+                if moved == 0 and any(views):
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+                self._nbytes += moved
+                while views and moved >= len(views[0]):
+                    moved -= len(views.pop(0))
+                if views:
+                    views[0] = views[0][moved:]
+
+    def finish(self) -> None:
+        """Close the file and give it its name, in one step."""
+        self._close()  # before the name: network file systems report failed writes here
+        replace(self._temporary, self._target)
+
+    def discard(self) -> None:
+        """Close and remove a file that was not finished."""
+        try:
+            self._close()
+        finally:
+            unlink(self._temporary, missing_ok=True)
+
+    def _close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with _step("close", self._temporary):
+                os.close(fd)
 
 
 def rewrite_in_place(fd: int, path: Path, data: bytes) -> None:

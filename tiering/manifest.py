@@ -8,17 +8,20 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from tiering.checksum import Table
+from tiering.codecs import Codec, encoded_bounds, shard_spec
 from tiering.errors import CorruptionError, RefusedError
 from tiering.records import ITEMSIZE, NAME, Record
 
 FORMAT = 1
 ATTRIBUTE = "megatrain"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+_CODECS = {str(codec): codec for codec in Codec}
 _UUID = re.compile(r"[0-9a-f]{32}")
 
 
@@ -146,16 +149,30 @@ def _check_pointer(fields: _Fields, root: Root) -> None:
 class Entry:
     """What a manifest says of one record.
 
-    ``first`` and ``count`` select its checksums in the table; ``files`` are the exact lengths of
-    its shard files.
+    ``codec`` is null where shards are not encoded. ``first`` and ``count`` select its checksums in
+    the table; ``files`` are the exact lengths of its shard files.
     """
 
     dtype: str
     length: int
     shared: bool
+    codec: str | None
+    shard_nbytes: int
     first: int
     count: int
     files: tuple[int, ...]
+
+    def record(self, name: str, attributes: Mapping[str, Any] = MappingProxyType({})) -> Record:
+        """Return the record of that name which this describes."""
+        return Record(
+            name=name,
+            dtype=self.dtype,
+            length=self.length,
+            shared=self.shared,
+            codec=self.codec,
+            shard_nbytes=self.shard_nbytes,
+            attributes=attributes,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +203,8 @@ class Manifest:
                     "dtype": e.dtype,
                     "length": e.length,
                     "shared": e.shared,
+                    "codec": e.codec,
+                    "shard_nbytes": e.shard_nbytes,
                     "first": e.first,
                     "count": e.count,
                     "files": list(e.files),
@@ -224,6 +243,8 @@ def _entry(fields: _Fields) -> Entry:
         dtype=fields.member("dtype", ITEMSIZE),
         length=fields.integer("length", 1),
         shared=fields.boolean("shared"),
+        codec=fields.optional_member("codec", _CODECS),
+        shard_nbytes=fields.integer("shard_nbytes", 1),
         first=fields.integer("first", 0),
         count=fields.integer("count", 1),
         files=fields.integers("files"),
@@ -243,23 +264,42 @@ def _check_entries(manifest: Manifest, fields: _Fields) -> None:
             raise fields.error("records", name, f"a name that matches {NAME.pattern}")
         if entry.first != first:
             raise fields.error(f"records.{name}.first", entry.first, first)
-        record = Record(name=name, dtype=entry.dtype, length=entry.length)
+        record = entry.record(name)
         if entry.count != record.geometry.chunk_count:
             raise fields.error(f"records.{name}.count", entry.count, record.geometry.chunk_count)
-        expected = file_lengths(record)
-        if entry.files != expected:
-            raise fields.error(f"records.{name}.files", entry.files, expected)
+        _check_files(name, entry, record, fields)
         first += entry.count
 
 
-def file_lengths(record: Record) -> tuple[int, ...]:
-    """Return the exact length of each shard file of ``record``."""
+def _check_files(name: str, entry: Entry, record: Record, fields: _Fields) -> None:
+    expected = file_lengths(record)
+    if expected is not None:
+        if entry.files != expected:
+            raise fields.error(f"records.{name}.files", entry.files, expected)
+        return
+    specs = [shard_spec(record, shard) for shard in range(record.geometry.shard_count)]
+    bounds = [encoded_bounds(spec) for spec in specs]
+    if len(entry.files) != len(bounds) or not all(
+        low <= nbytes <= high for nbytes, (low, high) in zip(entry.files, bounds, strict=True)
+    ):
+        raise fields.error(f"records.{name}.files", entry.files, f"lengths within {bounds}")
+
+
+def file_lengths(record: Record) -> tuple[int, ...] | None:
+    """Return the length of each shard file of ``record``; None if its content decides."""
     geometry = record.geometry
+    if record.codec is not None:
+        return None
     return tuple(geometry.file_nbytes(shard) for shard in range(geometry.shard_count))
 
 
-def entries(records: Sequence[Record]) -> dict[str, Entry]:
-    """Return what a manifest says of ``records``, whose checksums follow each other."""
+def entries(
+    records: Sequence[Record], encoded: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+) -> dict[str, Entry]:
+    """Return what a manifest says of ``records``, whose checksums follow each other.
+
+    ``encoded`` has the lengths of the shard files of the records that have a codec.
+    """
     result = {}
     first = 0
     for record in records:
@@ -268,9 +308,11 @@ def entries(records: Sequence[Record]) -> dict[str, Entry]:
             dtype=record.dtype,
             length=record.length,
             shared=record.shared,
+            codec=record.codec,
+            shard_nbytes=record.shard_nbytes,
             first=first,
             count=count,
-            files=file_lengths(record),
+            files=file_lengths(record) or encoded[record.name],
         )
         first += count
     return result
@@ -382,6 +424,12 @@ class _Fields:
         if not isinstance(value, str) or value not in allowed:
             raise self.error(key, value, f"one of {', '.join(allowed)}")
         return value
+
+    def optional_member(self, key: str, allowed: Mapping[str, Any]) -> str | None:
+        if self._left.get(key, "") is None:
+            del self._left[key]
+            return None
+        return self.member(key, allowed)
 
     def mapping(self, key: str) -> dict[str, Any]:
         value = self.value(key)

@@ -11,36 +11,81 @@ from tiering import fsops
 from tiering.backends.choice import DriveBackend, Engine, open_backends
 from tiering.backends.posix import OPEN_FILES
 from tiering.backends.probe import Access, probe
+from tiering.backends.zarr3 import Zarr3Backend
 from tiering.checksum import Table
 from tiering.drives import Drive
-from tiering.manifest import Manifest, parse_object
+from tiering.generations import read_manifest
+from tiering.manifest import Generation, Manifest, Root, parse_object
 from tiering.recordio import RecordFiles
 from tiering.records import Record
 from tiering.schema_files import read_schema_file, schema_digests
+from tiering.slots import Locations, locate, read_metadata
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkRef:
-    """Where the valid bytes of one chunk lie, and what their crc32c was when committed."""
+    """Where the valid bytes of one chunk lie, and what their crc32c was when committed.
+
+    ``offset`` is None where the chunk is encoded: then the shard's index says where it begins.
+    """
 
     index: int
     path: Path
     drive: int
-    offset: int
+    offset: int | None
     nbytes: int
     crc: int
 
+    def __str__(self) -> str:
+        where = f"chunk {self.index}" if self.offset is None else f"offset {self.offset}"
+        return f"drive {self.drive}: {self.path} at {where}, {self.nbytes} B"
 
-def records_of(manifest: Manifest, documents: Mapping[str, bytes]) -> dict[str, Record]:
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenGeneration:
+    """One listed generation, complete as far as can be seen without reading its bytes.
+
+    ``documents`` are the metadata files of its slot, ``table`` the crc32c of every chunk.
+    """
+
+    manifest: Manifest
+    table: Table
+    documents: Mapping[str, bytes]
+    records: Mapping[str, Record]
+    locations: Locations
+
+
+def open_generation(
+    store: Path, root: Root, generation: Generation, drives: Sequence[Drive]
+) -> OpenGeneration:
+    """Return what a listed generation is, after checking digests, links and lengths.
+
+    Raises:
+        CorruptionError: A manifest, metadata, link or shard is not what was committed.
+    """
+    manifest, table = read_manifest(store, root, generation)
+    documents = read_metadata(store, generation.slot, manifest.metadata)
+    records = _records_of(manifest, documents)
+    locations = locate(
+        store,
+        generation.slot,
+        records=list(records.values()),
+        drives=drives,
+        lengths={name: entry.files for name, entry in manifest.records.items()},
+    )
+    return OpenGeneration(
+        manifest=manifest,
+        table=table,
+        documents=documents,
+        records=records,
+        locations=locations,
+    )
+
+
+def _records_of(manifest: Manifest, documents: Mapping[str, bytes]) -> dict[str, Record]:
     """Return the records of a generation with the attributes that their metadata holds."""
     return {
-        name: Record(
-            name=name,
-            dtype=entry.dtype,
-            length=entry.length,
-            shared=entry.shared,
-            attributes=_attributes(name, documents),
-        )
+        name: entry.record(name, _attributes(name, documents))
         for name, entry in manifest.records.items()
     }
 
@@ -80,16 +125,25 @@ class OpenStore:
         limit = fsops.raise_open_file_limit(1024 + OPEN_FILES * len(self.drives))
         per_drive = max(16, min(OPEN_FILES, (limit - 256) // (2 * len(self.drives))))
         self._open_files, self._writable = per_drive, writable
-        self.backends: list[DriveBackend] = self._open_backends("posix")
-        self._files = RecordFiles(records, self.backends)
+        self.backends: tuple[DriveBackend, ...] = self._open_backends("posix")
+        self._encoded: dict[int, Zarr3Backend] = {}
+        self._files = RecordFiles(lambda drive: self.backends[drive], self._encoded_backend)
 
-    def _open_backends(self, engine: Engine) -> list[DriveBackend]:
-        return open_backends(
-            [str(drive.number) for drive in self.drives],
-            self.access,
-            engine=engine,
-            writable=self._writable,
-            open_files=self._open_files,
+    def _encoded_backend(self, drive: int) -> Zarr3Backend:
+        """Return what moves the encoded shards of a drive; most stores have none."""
+        if drive not in self._encoded:
+            self._encoded[drive] = Zarr3Backend(str(drive), writable=self._writable)
+        return self._encoded[drive]
+
+    def _open_backends(self, engine: Engine) -> tuple[DriveBackend, ...]:
+        return tuple(
+            open_backends(
+                [str(drive.number) for drive in self.drives],
+                self.access,
+                engine=engine,
+                writable=self._writable,
+                open_files=self._open_files,
+            )
         )
 
     def use_engine(self, engine: Engine) -> None:
@@ -100,10 +154,9 @@ class OpenStore:
         Raises:
             RefusedError: kvikio was asked for by name and cannot be used here.
         """
-        fresh = self._open_backends(engine)
-        for backend in self.backends:
+        before, self.backends = self.backends, self._open_backends(engine)
+        for backend in before:
             backend.close()
-        self.backends[:] = fresh  # in place: the record files hold this very list
 
     def schema_names(self) -> list[str]:
         """Return the names of the files that were given when the store was created."""
@@ -115,6 +168,8 @@ class OpenStore:
 
     def close(self) -> None:
         """Wait for transfers in flight and close every file."""
+        for encoded in self._encoded.values():
+            encoded.close()
         for backend in self.backends:
             backend.close()
 
@@ -125,7 +180,7 @@ class OpenStore:
         self.close()
 
     def _chunk(self, name: str, index: int, slot: int, checksums: Table) -> ChunkRef:
-        record = self.records[name]
+        record = self._files.records(slot)[name]
         geometry = record.geometry
         shard, place = divmod(index, geometry.chunks_per_shard)
         found = self._files.locations(slot)[name][shard]
@@ -133,7 +188,7 @@ class OpenStore:
             index=index,
             path=found.path,
             drive=found.drive,
-            offset=place * geometry.chunk_nbytes,
+            offset=None if record.codec is not None else place * geometry.chunk_nbytes,
             nbytes=min(geometry.chunk_nbytes, record.nbytes - index * geometry.chunk_nbytes),
             crc=int(checksums[index]),
         )

@@ -67,7 +67,7 @@ class Pool:
 
     @property
     def traffic(self) -> Mapping[Tier, Traffic]:
-        """Bytes moved per tier; what residents load and flush counts for the drives."""
+        """Bytes moved per tier, before encoding; what residents load and flush is the drives'."""
         return self._traffic
 
     def load(self, on_bytes: Callable[[int], None] | None = None) -> None:
@@ -82,7 +82,7 @@ class Pool:
             view = memory.view(Path(name))
             record = self._records[name]
             self._store.read(self._store.manifest.slot, name, 0, view)
-            self._count(read=len(view))
+            self._count(record, read=len(view))
             _FirstPass(record, self._store).check(0, view)
             if on_bytes is not None:
                 on_bytes(record.nbytes)
@@ -118,7 +118,7 @@ class Pool:
             CorruptionError: A chunk's crc32c differs; the content of ``out`` is undefined.
         """
         self._store.read(self._input, name, offset, out)
-        self._count(read=memoryview(out).nbytes)
+        self._count(self._records[name], read=memoryview(out).nbytes)
         if self._input == self._opened_slot:
             first_pass = self._first_passes[name]
             if not first_pass.done:
@@ -142,14 +142,14 @@ class Pool:
         """Write bytes of a record on drives as this step leaves them."""
         self._store.write(self._required_output(), name, offset, data)
         self._output_holds_step = True
-        self._count(written=memoryview(data).nbytes)
+        self._count(self._records[name], written=memoryview(data).nbytes)
 
     def flush(self, name: str) -> Table:
         """Copy a resident record to the working slot; return the crc32c of its chunks."""
         record = self._records[name]
         view = self._residents[name].view(Path(name))
         self._store.write(self._required_output(), name, 0, view)
-        self._count(written=len(view))
+        self._count(record, written=len(view))
         crc = ChunkCrc(record)
         crc.feed(0, view)
         return crc.table()
@@ -179,10 +179,11 @@ class Pool:
             raise ValueError("no step has begun: nothing may be written")
         return self._output
 
-    def _count(self, *, read: int = 0, written: int = 0) -> None:
+    def _count(self, record: Record, *, read: int = 0, written: int = 0) -> None:
         with self._guard:
-            self._traffic[Tier.NVME].read_bytes += read
-            self._traffic[Tier.NVME].written_bytes += written
+            traffic = self._traffic[record.tier]
+            traffic.read_bytes += read
+            traffic.written_bytes += written
 
 
 class _FirstPass:
@@ -217,7 +218,6 @@ class _FirstPass:
         found, place = self._crc.value(chunk), self._store.chunk(self._name, chunk)
         if found != place.crc:
             raise CorruptionError(
-                f"record {self._name}: chunk {chunk} is damaged on drive {place.drive}: "
-                f"{place.path} at offset {place.offset}, {place.nbytes} B: crc32c is "
+                f"record {self._name}: chunk {chunk} is damaged on {place}: crc32c is "
                 f"{found:08x}, expected {place.crc:08x}"
             )

@@ -10,10 +10,9 @@ from tiering import lock
 from tiering.checksum import Table
 from tiering.drives import open_drives
 from tiering.errors import CorruptionError, RefusedError
-from tiering.generations import checksums_of, read_manifest, read_root
+from tiering.generations import checksums_of, read_root
 from tiering.manifest import Generation, Root
-from tiering.opened import ChunkRef, OpenStore, records_of
-from tiering.slots import locate, read_metadata
+from tiering.opened import ChunkRef, OpenStore, open_generation
 
 
 class StoreReader(OpenStore):
@@ -23,15 +22,13 @@ class StoreReader(OpenStore):
         self.root = root
         self.generation = generation
         self._hold = hold
-        self.manifest, self._table = read_manifest(path, root, generation)
         drives = open_drives(path, root.uuid, root.drives)
-        documents = read_metadata(path, generation.slot, self.manifest.metadata)
-        records = records_of(self.manifest, documents)
-        locations = locate(path, generation.slot, records=list(records.values()), drives=drives)
+        found = open_generation(path, root, generation, drives)
+        self.manifest, self._table = found.manifest, found.table
         super().__init__(
-            path=path, schema=root.schema, records=records, drives=drives, writable=False
+            path=path, schema=root.schema, records=found.records, drives=drives, writable=False
         )
-        self._files.attach(generation.slot, locations)
+        self._files.attach(generation.slot, found.records, found.locations)
 
     def read(self, record_name: str, offset: int, out: memoryview) -> None:
         """Fill ``out`` with the record's bytes at ``offset``; any alignment will do.

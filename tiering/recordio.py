@@ -1,24 +1,31 @@
-"""Bytes of records, by slot, name and offset: cut at shards, moved by one backend per drive."""
+"""Bytes of records, by slot, name and offset: cut at shards, moved by the backends of drives."""
 
 from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from tiering.backends.posix import address_of
+from tiering.codecs import ShardSpec, shard_spec
 from tiering.records import ALIGNMENT, Record, round_up
-from tiering.slots import Locations
+from tiering.slots import Locations, Shard
 
 BOUNCE_NBYTES = 4 << 20
+_ZEROS = memoryview(bytes(1 << 20))
 
 
 class Backend(Protocol):
     """Moves bytes of files; buffers are borrowed until the future ends."""
+
+    @property
+    def alignment(self) -> int:
+        """What offsets, lengths and addresses of buffers are multiples of."""
 
     def read(self, path: Path, offset: int, out: memoryview) -> Future[int]:
         """Fill ``out`` from ``offset``."""
@@ -30,34 +37,66 @@ class Backend(Protocol):
         """Close a file that is about to be removed."""
 
 
-class RecordFiles:
-    """Blocking, thread-safe transfers of records. Aligned ones move without a copy."""
+class ShardBackend(Backend, Protocol):
+    """Moves decoded bytes of shards that are encoded; each is written whole, in order."""
 
-    def __init__(self, records: Mapping[str, Record], backends: Sequence[Backend]) -> None:
-        self._records = records
-        self._backends = backends
-        self._slots: dict[int, Locations] = {}
+    def describe(self, path: Path, spec: ShardSpec) -> None:
+        """Say what a file holds before it is used."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Slot:
+    records: Mapping[str, Record]
+    locations: Locations
+
+
+class RecordFiles:
+    """Blocking, thread-safe transfers of records. Aligned ones move without a copy.
+
+    ``plain`` and ``encoded`` return the backend of a drive for shards without and with a codec.
+    """
+
+    def __init__(
+        self, plain: Callable[[int], Backend], encoded: Callable[[int], ShardBackend]
+    ) -> None:
+        self._plain = plain
+        self._encoded = encoded
+        self._slots: dict[int, _Slot] = {}
         self._local = threading.local()
 
-    def attach(self, slot: int, locations: Locations) -> None:
-        """Make the files of ``slot`` known."""
-        self._slots[slot] = locations
+    def attach(self, slot: int, records: Mapping[str, Record], locations: Locations) -> None:
+        """Make the files of ``slot`` known, which holds ``records``."""
+        self._slots[slot] = _Slot(records=records, locations=locations)
+        for record in records.values():
+            if record.codec is not None:
+                for number, shard in enumerate(locations[record.name]):
+                    self._encoded(shard.drive).describe(shard.path, shard_spec(record, number))
 
     def detach(self, slot: int) -> None:
         """Forget the files of ``slot``, which are about to be removed."""
-        for shards in self._slots.pop(slot, {}).values():
+        found = self._slots.pop(slot, None)
+        if found is None:
+            return
+        for name, shards in found.locations.items():
             for shard in shards:
-                self._backends[shard.drive].forget(shard.path)
+                self._backend(found.records[name], shard).forget(shard.path)
+
+    def _backend(self, record: Record, shard: Shard) -> Backend:
+        return (self._plain if record.codec is None else self._encoded)(shard.drive)
+
+    def records(self, slot: int) -> Mapping[str, Record]:
+        """Return what ``slot`` holds."""
+        return self._slots[slot].records
 
     def locations(self, slot: int) -> Locations:
         """Return where the shards of ``slot`` lie."""
-        return self._slots[slot]
+        return self._slots[slot].locations
 
     def read(self, slot: int, name: str, offset: int, out: memoryview) -> None:
         """Fill ``out`` with the record's bytes at ``offset``, zeros beyond its valid bytes."""
         view = memoryview(out).cast("B")
-        record = self._checked(name, offset, len(view))
-        head = self._aligned_nbytes(offset, view)
+        record = self._checked(slot, name, offset, len(view))
+        head = self._aligned_nbytes(record, offset, view)
         self._move(slot, record, offset, view[:head], write=False)
         if head < len(view):
             self._read_bounced(slot, record, offset + head, view[head:])
@@ -66,10 +105,10 @@ class RecordFiles:
         """Write ``data`` at ``offset``, which is a multiple of 4096.
 
         The length is a multiple of 4096 or reaches the record's end; what lies beyond the valid
-        bytes is written as zeros.
+        bytes is written as zeros. A record with a codec is written from its start to its end.
         """
         view = memoryview(data).cast("B")
-        record = self._checked(name, offset, len(view))
+        record = self._checked(slot, name, offset, len(view))
         stop = offset + len(view)
         if offset % ALIGNMENT or (len(view) % ALIGNMENT and stop < record.nbytes):
             raise ValueError(
@@ -77,13 +116,23 @@ class RecordFiles:
                 f"nor up to the record's end at {record.nbytes} B"
             )
         view = view[: max(0, record.nbytes - offset)]
-        head = self._aligned_nbytes(offset, view)
+        head = self._aligned_nbytes(record, offset, view)
         self._move(slot, record, offset, view[:head], write=True)
         if head < len(view):
             self._write_bounced(slot, record, offset + head, view[head:])
+        if record.codec is not None and view and stop >= record.nbytes:
+            self._fill_last_chunk(slot, record)
 
-    def _checked(self, name: str, offset: int, nbytes: int) -> Record:
-        record = self._records.get(name)
+    def _fill_last_chunk(self, slot: int, record: Record) -> None:
+        """Write the zeros behind a record's end: its last chunk is encoded as a whole."""
+        offset, geometry = record.nbytes, record.geometry
+        while (left := geometry.chunk_count * geometry.chunk_nbytes - offset) > 0:
+            piece = _ZEROS[: min(left, len(_ZEROS))]
+            self._move(slot, record, offset, piece, write=True)
+            offset += len(piece)
+
+    def _checked(self, slot: int, name: str, offset: int, nbytes: int) -> Record:
+        record = self._slots[slot].records.get(name)
         if record is None:
             raise KeyError(f"no record {name!r} in this store")
         if offset < 0 or offset + nbytes > record.padded_nbytes:
@@ -93,8 +142,10 @@ class RecordFiles:
         return record
 
     @staticmethod
-    def _aligned_nbytes(offset: int, view: memoryview) -> int:
+    def _aligned_nbytes(record: Record, offset: int, view: memoryview) -> int:
         """Return how much of ``view`` can move without a copy."""
+        if record.codec is not None:  # it is encoded anyway
+            return len(view)
         if len(view) < ALIGNMENT or offset % ALIGNMENT or address_of(view) % ALIGNMENT:
             return 0
         return len(view) - len(view) % ALIGNMENT
@@ -102,12 +153,12 @@ class RecordFiles:
     def _move(
         self, slot: int, record: Record, offset: int, view: memoryview, *, write: bool
     ) -> None:
-        shards = self._slots[slot][record.name]
+        shards = self._slots[slot].locations[record.name]
         futures: list[Future[int]] = []
         try:
             for segment in record.geometry.segments(offset, len(view)):
                 shard = shards[segment.shard]
-                backend = self._backends[shard.drive]
+                backend = self._backend(record, shard)
                 submit = backend.write if write else backend.read
                 piece = view[segment.start : segment.start + segment.nbytes]
                 futures.append(submit(shard.path, segment.offset, piece))

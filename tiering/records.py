@@ -88,7 +88,7 @@ class Geometry:
         return min(self.chunks_per_shard, self.chunk_count - shard * self.chunks_per_shard)
 
     def file_nbytes(self, shard: int) -> int:
-        """Return the exact length of the file of ``shard``: its chunks, then the index."""
+        """Return the length of the file of ``shard`` if nothing encodes it: chunks, then index."""
         return self.chunks_in(shard) * self.chunk_nbytes + self.index_nbytes
 
     def segments(self, offset: int, nbytes: int) -> Iterator[Segment]:
@@ -106,13 +106,17 @@ class Record:
     """The contiguous bytes of one array: a name, a Zarr data type and a length in elements.
 
     ``attributes`` travel in the array's metadata and are opaque here. A ``shared`` record never
-    changes: it is stored once and linked from every slot.
+    changes: it is stored once and linked from every slot. With a ``codec`` its shards are encoded
+    and replaced as wholes, without one they are overwritten in place. ``shard_nbytes`` is the most
+    that a shard holds, before encoding.
     """
 
     name: str
     dtype: str
     length: int
     shared: bool = False
+    codec: str | None = None
+    shard_nbytes: int = SHARD_NBYTES
     attributes: Mapping[str, Any] = field(default_factory=dict, compare=False, hash=False)
 
     def __post_init__(self) -> None:
@@ -120,6 +124,13 @@ class Record:
             raise ValueError(f"record {self.name}: {self.length} elements of {self.dtype!r}")
         if not NAME.fullmatch(self.name):
             raise ValueError(f"record name {self.name!r} does not match {NAME.pattern}")
+        if self.shard_nbytes < 1:
+            raise ValueError(f"record {self.name}: shards of {self.shard_nbytes} B")
+
+    @property
+    def tier(self) -> Tier:
+        """The tier of its shards, where it lives unless it has a place in memory."""
+        return Tier.NVME if self.codec is None else Tier.ZARR
 
     @property
     def itemsize(self) -> int:
@@ -138,11 +149,11 @@ class Record:
 
     @property
     def geometry(self) -> Geometry:
-        """Chunks and shards, a function of dtype and length alone."""
+        """Chunks, a function of dtype and length alone, and shards of so many of them."""
         length = min(CHUNK_LENGTH, round_up(self.nbytes, ALIGNMENT) // self.itemsize)
         chunk_nbytes = length * self.itemsize
         count = -(-self.length // length)
-        per_shard = max(1, min(count, SHARD_NBYTES // chunk_nbytes))
+        per_shard = max(1, min(count, self.shard_nbytes // chunk_nbytes))
         return Geometry(
             chunk_length=length,
             chunk_nbytes=chunk_nbytes,

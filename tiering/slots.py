@@ -12,9 +12,10 @@ from tiering import fsops
 from tiering.drives import Drive
 from tiering.errors import CorruptionError, StorageError
 from tiering.manifest import digest
-from tiering.records import Record
-from tiering.zarr_documents import array_document, group_document, shard_index
+from tiering.records import SHARD_NBYTES, Record
+from tiering.zarr_documents import array_document, group_document, new_shard
 
+SHARED = "shared"
 _TARGET = re.compile(r"\.\./\.\./\.\./\.\./drives/(\d+)/([^/]+)")
 
 Places = Mapping[str, tuple[int, ...]]  # record name -> drive number of each shard
@@ -49,7 +50,14 @@ def slot_folder(store: Path, slot: int) -> Path:
 
 def file_name(slot: int, record: Record, shard: int) -> str:
     """Return the name of a shard's file on its drive."""
-    return f"{'shared' if record.shared else slot}.{record.name}.{shard}"
+    return f"{_shared_prefix(record) if record.shared else slot}.{record.name}.{shard}"
+
+
+def _shared_prefix(record: Record) -> str:
+    """Return what sets files of shared records apart that other slots may have otherwise cut."""
+    if record.codec is None and record.shard_nbytes == SHARD_NBYTES:
+        return SHARED
+    return f"{SHARED}-{record.codec or 'plain'}-{record.shard_nbytes}"
 
 
 def metadata_documents(records: Sequence[Record]) -> dict[str, bytes]:
@@ -88,16 +96,26 @@ def create_slot(
 
 def _create_shard(path: Path, record: Record, shard: int) -> None:
     if not (record.shared and path.exists()):
-        nbytes = record.geometry.file_nbytes(shard)
-        fsops.create_sparse(path, nbytes, shard_index(record, shard))
+        fsops.create_sparse(path, *new_shard(record, shard))
 
 
 def delete_slot(store: Path, slot: int, *, drives: Sequence[Drive]) -> None:
-    """Remove every file of ``slot``, finished or not; files of shared records stay."""
+    """Remove every file of ``slot``, finished or not; shared ones only if no other links to it."""
     for drive in drives:
         for path in sorted(drive.folder.glob(f"{slot}.*")):
             fsops.unlink(path)
     fsops.remove_tree(slot_folder(store, slot))
+    shared = [p for drive in drives for p in sorted(drive.folder.glob(f"{SHARED}*"))]
+    linked = _linked_names(store) if shared else frozenset()
+    for path in shared:
+        if path.name not in linked:
+            fsops.unlink(path)
+
+
+def _linked_names(store: Path) -> frozenset[str]:
+    """Return the names of the shard files that the slots link to."""
+    links = (store / "slots").glob("*/*/c/*")
+    return frozenset(os.path.basename(os.readlink(link)) for link in links if link.is_symlink())
 
 
 def existing_slots(store: Path) -> list[int]:
@@ -130,23 +148,33 @@ def _read_checked(path: Path, expected: str) -> bytes:
 
 
 def locate(
-    store: Path, slot: int, *, records: Sequence[Record], drives: Sequence[Drive]
+    store: Path,
+    slot: int,
+    *,
+    records: Sequence[Record],
+    drives: Sequence[Drive],
+    lengths: Mapping[str, Sequence[int]],
 ) -> Locations:
-    """Return where the shards of ``slot`` lie, after checking every link and length."""
+    """Return where the shards of ``slot`` lie, after checking every link and length.
+
+    ``lengths`` are those of the files of each record; where there are none, any will do.
+    """
     folder = slot_folder(store, slot)
     return {
         record.name: tuple(
-            _locate_shard(folder / record.name / "c" / str(shard), slot, record, shard, drives)
+            _locate_shard(
+                folder / record.name / "c" / str(shard),
+                file_name(slot, record, shard),
+                drives,
+                lengths[record.name][shard] if record.name in lengths else None,
+            )
             for shard in range(record.geometry.shard_count)
         )
         for record in records
     }
 
 
-def _locate_shard(
-    link: Path, slot: int, record: Record, shard: int, drives: Sequence[Drive]
-) -> Shard:
-    name = file_name(slot, record, shard)
+def _locate_shard(link: Path, name: str, drives: Sequence[Drive], nbytes: int | None) -> Shard:
     try:
         target = os.readlink(link)
     except OSError as error:
@@ -160,19 +188,19 @@ def _locate_shard(
             f"with N below {len(drives)}"
         )
     drive = drives[int(match[1])]
-    _check_length(drive, drive.folder / name, link, record.geometry.file_nbytes(shard))
+    _check_length(drive, drive.folder / name, link, nbytes)
     return Shard(drive=drive.number, path=drive.folder / name)
 
 
-def _check_length(drive: Drive, path: Path, link: Path, expected: int) -> None:
+def _check_length(drive: Drive, path: Path, link: Path, expected: int | None) -> None:
     try:
         found = path.stat().st_size
     except FileNotFoundError as error:
+        wanted = "" if expected is None else f", expected {expected} B"
         raise CorruptionError(
-            f"drive {drive.number}: shard {path} is missing, expected {expected} B "
-            f"(linked from {link})"
+            f"drive {drive.number}: shard {path} is missing{wanted} (linked from {link})"
         ) from error
-    if found != expected:
+    if expected is not None and found != expected:
         what = "truncated" if found < expected else "too long"
         raise CorruptionError(
             f"drive {drive.number}: shard {path} is {what}: {found} B, expected {expected} B"

@@ -21,12 +21,16 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Need:
-    """The first ``nbytes`` of a shard need blocks; ``missing`` of them have none yet."""
+    """The first ``nbytes`` of a shard need blocks; ``missing`` of them have none yet.
+
+    ``kept`` says that it keeps the blocks it is given: an encoded one is replaced by a new file.
+    """
 
     drive: int
     path: Path
     nbytes: int
     missing: int
+    kept: bool
 
 
 def reserve(records: Sequence[Record], slots: Sequence[Locations], drives: Sequence[Drive]) -> None:
@@ -44,7 +48,7 @@ def reserve(records: Sequence[Record], slots: Sequence[Locations], drives: Seque
             "space",
             drive.folder,
         )
-    for need in needs:
+    for need in filter(lambda need: need.kept, needs):
         try:
             fsops.reserve(need.path, need.nbytes)
         except StorageError as error:
@@ -62,7 +66,13 @@ def _needs(records: Sequence[Record], locations: Locations) -> Iterator[_Need]:
             index = round_up(record.geometry.index_nbytes, ALIGNMENT)
             allocated = max(0, 512 * shard.path.stat().st_blocks - index)
             missing = max(0, nbytes - allocated)
-            yield _Need(drive=shard.drive, path=shard.path, nbytes=nbytes, missing=missing)
+            yield _Need(
+                drive=shard.drive,
+                path=shard.path,
+                nbytes=nbytes,
+                missing=missing,
+                kept=record.codec is None,
+            )
 
 
 def _valid_nbytes(record: Record, shard: int) -> int:

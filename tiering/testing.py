@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from tiering.errors import MegatrainError, StorageError
-from tiering.recordio import RecordFiles
+from tiering.recordio import RecordFiles, ShardBackend
 from tiering.records import ALIGNMENT, Record, round_up
 from tiering.slots import Shard
 
@@ -315,8 +315,8 @@ class TransferConformance(abc.ABC):
             folder, bytes(padded) if not self.whole_files else _zero_padded(data, padded)
         )
         backend = self.make_backend(folder)
-        files = RecordFiles({"r": record}, [backend])
-        files.attach(0, {"r": (Shard(drive=0, path=path),)})
+        files = RecordFiles([backend].__getitem__, no_encoded_shards)
+        files.attach(0, {"r": record}, {"r": (Shard(drive=0, path=path),)})
         if not self.whole_files:
             files.write(0, "r", 0, data)
         for offset in {0, 1, nbytes // 2, nbytes - 1}:
@@ -325,6 +325,11 @@ class TransferConformance(abc.ABC):
             assert out == data[offset:]
         backend.close()
         assert self.content(path) == _zero_padded(data, padded)
+
+
+def no_encoded_shards(drive: int) -> ShardBackend:
+    """Stand where a store has no backend for encoded shards."""
+    raise AssertionError(f"drive {drive} has no encoded shards")
 
 
 def _zero_padded(data: memoryview, nbytes: int) -> bytes:

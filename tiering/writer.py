@@ -17,7 +17,7 @@ from tiering import fsops, lock, space
 from tiering.checksum import Table, zeros_table
 from tiering.drives import Drive, open_drives
 from tiering.errors import CorruptionError, LockedError, RefusedError, StorageError
-from tiering.generations import MARKER, ROOT, checksums_of, publish, read_manifest, read_root, reap
+from tiering.generations import MARKER, ROOT, checksums_of, publish, read_root, reap
 from tiering.lock import StoreLock
 from tiering.manifest import (
     Generation,
@@ -26,16 +26,17 @@ from tiering.manifest import (
     digest,
     encode_table,
     entries,
+    file_lengths,
 )
-from tiering.opened import ChunkRef, OpenStore, records_of
+from tiering.opened import ChunkRef, OpenGeneration, OpenStore, open_generation
 from tiering.records import Record
 from tiering.slots import (
-    Locations,
     Places,
     create_slot,
     delete_slot,
     existing_slots,
     locate,
+    metadata_documents,
     places_of,
     read_metadata,
 )
@@ -77,6 +78,7 @@ class StoreWriter(OpenStore):
         self._metadata = {name: digest(data) for name, data in documents.items()}
         self._lock = store_lock
         self._slots: set[int] = set()
+        self._recasting = False
         self._held: dict[int, Path] = {}
         self._written: dict[str, int] = {}
         self._written_guard = threading.Lock()
@@ -91,14 +93,13 @@ class StoreWriter(OpenStore):
         self.ensure_slots(slots)
         self.working = 0
 
-    def resume(
-        self, root: Root, manifest: Manifest, table: Table, locations: Mapping[int, Locations]
-    ) -> None:
-        """Take up the store that ``root`` names, whose listed slots were found complete."""
-        self.root, self.committed, self._table = root, manifest, table
-        for slot, shards in locations.items():
-            self._files.attach(slot, shards)
-            self._slots.add(slot)
+    def resume(self, root: Root, listed: Sequence[OpenGeneration]) -> None:
+        """Take up the store that ``root`` names, whose generations were found complete."""
+        self.root = root
+        self.committed, self._table = listed[-1].manifest, listed[-1].table
+        for found in listed:
+            self._files.attach(found.manifest.slot, found.records, found.locations)
+            self._slots.add(found.manifest.slot)
         for slot in existing_slots(self.path):
             if slot not in self._slots:
                 self._try_free_slot(slot)
@@ -150,26 +151,70 @@ class StoreWriter(OpenStore):
         for slot in missing:
             if slot in self._protected():
                 raise RefusedError(f"{self.path}: slot {slot} is damaged and still being read")
-            delete_slot(self.path, slot, drives=self.drives)
-            create_slot(
-                self.path,
-                slot,
-                records=list(self.records.values()),
-                documents=self._documents,
-                drives=self.drives,
-                places=self._places,
-            )
-            self._add_slot(slot)
+            self._make_slot(slot)
         if missing:
             with self._fatal():
                 self._sync([*self._drive_fds, self._store_fd])
 
-    def _add_slot(self, slot: int) -> Locations:
-        records = list(self.records.values())
-        locations = locate(self.path, slot, records=records, drives=self.drives)
-        self._files.attach(slot, locations)
+    def _make_slot(self, slot: int) -> None:
+        delete_slot(self.path, slot, drives=self.drives)
+        create_slot(
+            self.path,
+            slot,
+            records=list(self.records.values()),
+            documents=self._documents,
+            drives=self.drives,
+            places=self._places,
+        )
+        self._add_slot(slot)
+
+    def _add_slot(self, slot: int) -> None:
+        locations = locate(
+            self.path,
+            slot,
+            records=list(self.records.values()),
+            drives=self.drives,
+            lengths={
+                name: lengths
+                for name, record in self.records.items()
+                if (lengths := file_lengths(record)) is not None
+            },
+        )
+        self._files.attach(slot, self.records, locations)
         self._slots.add(slot)
-        return locations
+
+    def recast(self, records: Sequence[Record], places: Places, *, wait_s: float = 3600.0) -> int:
+        """Make a slot for ``records`` the working slot and return it; all in it is zero.
+
+        They are those of the store, with other codecs or shards. From the next commit on every
+        slot is cut like that; free slots of the old cut are removed, for the room.
+        """
+        slot = self._slot_to_recast(wait_s)
+        self.records = {record.name: record for record in records}
+        self._documents = metadata_documents(records)
+        self._metadata = {name: digest(data) for name, data in self._documents.items()}
+        self._places, self._recasting = places, True
+        self.drop_free_slots()
+        self._make_slot(slot)
+        with self._fatal():
+            self._sync([*self._drive_fds, self._store_fd])
+        self.working, self._written = slot, {}
+        return slot
+
+    def _slot_to_recast(self, wait_s: float) -> int:
+        self._require_usable()
+        if self.working is not None:
+            raise ValueError(f"slot {self.working} is being written; commit it first")
+        if self._slots <= self._protected() and not self._held:
+            return max(self._slots) + 1
+        return self._await_free_slot(time.monotonic() + wait_s)
+
+    def drop_free_slots(self) -> None:
+        """Remove every slot that no generation and no reader needs."""
+        for slot in set(existing_slots(self.path)) - self._protected() - {self.working}:
+            self._files.detach(slot)
+            self._slots.discard(slot)
+            delete_slot(self.path, slot, drives=self.drives)
 
     def reserve(self) -> None:
         """Give every record that changes its blocks, in every slot; what is read stays the same.
@@ -251,13 +296,21 @@ class StoreWriter(OpenStore):
         record = self.records[name]
         if slot != self.working:
             raise ValueError(f"slot {slot} is not the working slot ({self.working})")
-        if record.shared and self.committed is not None:
+        if record.shared and self.committed is not None and not self._recasting:
             raise ValueError(f"{name} is shared by all slots and never changes")
         with self._fatal():
             self._files.write(slot, name, offset, data)
-        valid = max(0, min(memoryview(data).nbytes, record.nbytes - offset))
+        self._count_written(name, min(memoryview(data).nbytes, record.nbytes - offset))
+
+    def leave_zero(self, name: str, nbytes: int) -> None:
+        """Take ``nbytes`` of a record as written: they are zero since its slot was made."""
+        if not self._recasting or self.records[name].codec is not None:
+            raise ValueError(f"{name}: slot {self.working} was not made for this commit")
+        self._count_written(name, nbytes)
+
+    def _count_written(self, name: str, nbytes: int) -> None:
         with self._written_guard:
-            self._written[name] = self._written.get(name, 0) + valid
+            self._written[name] = self._written.get(name, 0) + max(0, nbytes)
 
     # -- commit --------------------------------------------------------------------------------
 
@@ -298,6 +351,7 @@ class StoreWriter(OpenStore):
             publish(self.path, root, data, table)
             fsops.unlink(self.path / MARKER, missing_ok=True)
         self.root, self.committed, self.working = root, manifest, None
+        self._recasting = False
         self._table = np.concatenate(tables).astype(np.uint32)
         with self._fatal():
             self._reap()
@@ -331,11 +385,20 @@ class StoreWriter(OpenStore):
             parent=parent,
             slot=slot,
             step=step,
-            records=entries(list(self.records.values())),
+            records=entries(list(self.records.values()), self._encoded_lengths(slot)),
             metadata=self._metadata,
             table_digest=table_digest,
             train_state=train_state,
         )
+
+    def _encoded_lengths(self, slot: int) -> Mapping[str, tuple[int, ...]]:
+        """Return the lengths that the files of records with a codec have now."""
+        locations = self._files.locations(slot)
+        return {
+            name: tuple(shard.path.stat().st_size for shard in locations[name])
+            for name, record in self.records.items()
+            if record.codec is not None
+        }
 
     def _next_root(self, generation: Generation, retain: int) -> Root:
         before = self.root.generations if self.root else ()
@@ -409,37 +472,21 @@ def _open_locked(store: Path, store_lock: StoreLock) -> StoreWriter:
     fsops.fsync_dir(store)
     root = read_root(store)
     drives = open_drives(store, root.uuid, root.drives)
-    manifest, table = read_manifest(store, root, root.latest)
-    documents = read_metadata(store, root.latest.slot, manifest.metadata)
-    records = records_of(manifest, documents)
-    locations = {
-        g.slot: _check_generation(store, root, g, records, drives) for g in root.generations
-    }
+    listed = [open_generation(store, root, g, drives) for g in root.generations]
+    latest = listed[-1]
     writer = StoreWriter(
         path=store,
         uuid=root.uuid,
         schema=root.schema,
-        records=records,
-        documents=documents,
+        records=latest.records,
+        documents=latest.documents,
         drives=drives,
-        places=places_of(locations[root.latest.slot]),
+        places=places_of(latest.locations),
         store_lock=store_lock,
     )
     try:
-        writer.resume(root, manifest, table, locations)
+        writer.resume(root, listed)
     except BaseException:
         writer.close()
         raise
     return writer
-
-
-def _check_generation(
-    store: Path,
-    root: Root,
-    generation: Generation,
-    records: Mapping[str, Record],
-    drives: Sequence[Drive],
-) -> Locations:
-    manifest, _ = read_manifest(store, root, generation)
-    read_metadata(store, generation.slot, manifest.metadata)
-    return locate(store, generation.slot, records=list(records.values()), drives=drives)

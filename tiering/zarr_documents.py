@@ -6,6 +6,7 @@ import struct
 from typing import Any
 
 from tiering.checksum import crc32c
+from tiering.codecs import LITTLE, Codec, empty_shard, inner_codecs, shard_spec
 from tiering.manifest import encode_json
 from tiering.records import Record
 
@@ -18,12 +19,11 @@ def group_document() -> bytes:
 
 
 def array_document(record: Record) -> bytes:
-    """Return the ``zarr.json`` of the array of ``record``: uncompressed shards, index at the end.
+    """Return the ``zarr.json`` of the array of ``record``: shards with their index at the end.
 
     Zarr v3 core, and the sharding codec of its registry.
     """
     geometry = record.geometry
-    little = {"name": "bytes", "configuration": {"endian": "little"}}
     shard_length = geometry.chunk_length * geometry.chunks_per_shard
     return encode_json(
         {
@@ -39,8 +39,8 @@ def array_document(record: Record) -> bytes:
                     "name": "sharding_indexed",
                     "configuration": {
                         "chunk_shape": [geometry.chunk_length],
-                        "codecs": [little],
-                        "index_codecs": [little, {"name": "crc32c"}],
+                        "codecs": _chunk_codecs(record),
+                        "index_codecs": [LITTLE, {"name": "crc32c"}],
                         "index_location": "end",
                     },
                 }
@@ -48,6 +48,12 @@ def array_document(record: Record) -> bytes:
             "attributes": dict(record.attributes),
         }
     )
+
+
+def _chunk_codecs(record: Record) -> list[Any]:
+    if record.codec is None:
+        return [LITTLE]
+    return inner_codecs(record.itemsize, Codec.named(record.codec))
 
 
 def _fill_value(dtype: str) -> Any:
@@ -58,8 +64,16 @@ def _fill_value(dtype: str) -> Any:
     return 0 if dtype.startswith(("int", "uint")) else 0.0
 
 
+def new_shard(record: Record, shard: int) -> tuple[int, bytes]:
+    """Return the length of a shard that reads as zeros, and what ends it; the rest is a hole."""
+    if record.codec is None:
+        return record.geometry.file_nbytes(shard), shard_index(record, shard)
+    tail = empty_shard(shard_spec(record, shard))
+    return len(tail), tail
+
+
 def shard_index(record: Record, shard: int) -> bytes:
-    """Return the index of a shard: (offset, length) of each chunk, then its crc32c.
+    """Return the index of a shard without a codec: (offset, length) of each chunk, then its crc32c.
 
     Every chunk that the array has is marked present, also while it is a hole that reads as zeros;
     the places of a short last shard are marked absent and take no room in the file.

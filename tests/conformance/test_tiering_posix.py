@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.faults import FaultConformance
 from tests.support.tiering_stores import memory_folder
-from tiering.backends.posix import PosixBackend, _Descriptors
+from tiering.backends.posix import PosixBackend
 from tiering.backends.probe import probe
 from tiering.errors import StorageError
 from tiering.records import ALIGNMENT
@@ -66,19 +66,6 @@ def test_short_transfers_go_on_at_a_block_boundary(
     assert moved == size
     assert offsets == [0, 4096, 8192, 12288, 16384]
     assert (out if name == "preadv" else path.read_bytes()) == data
-
-
-def test_a_file_in_use_is_not_closed_to_make_room(tmp_path: Path) -> None:
-    paths = [tmp_path / name for name in "abc"]
-    for path in paths:
-        path.write_bytes(b"x")
-    descriptors = _Descriptors(os.O_RDONLY, capacity=1)
-    with descriptors.lease(paths[0]) as first:
-        for path in paths[1:]:
-            with descriptors.lease(path):
-                pass
-        assert os.readlink(f"/proc/self/fd/{first}") == str(paths[0])
-    descriptors.close()
 
 
 def test_a_reader_cannot_write(tmp_path: Path) -> None:

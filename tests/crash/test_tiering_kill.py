@@ -13,21 +13,22 @@ from tests.support.tiering_stores import (
     make_store,
     memory_folder,
     small_chunks,
+    small_record,
 )
 from tiering.errors import RefusedError
-from tiering.records import Record
 from tiering.store import create_store, open_reader, open_writer
 
 RECORDS = (
-    Record(name="a", dtype="float32", length=4097),
-    Record(name="b", dtype="bfloat16", length=10),
-    Record(name="c", dtype="float32", length=3, shared=True),
+    small_record("a", "float32", 4097),
+    small_record("b", "bfloat16", 10),
+    small_record("c", "float32", 3, shared=True),
+    small_record("d", "float32", 8 * 4096 + 5, codec="blosc-lz4-bitshuffle"),
 )
 
 
 @pytest.fixture(name="folder")
 def _folder() -> Iterator[Path]:
-    with small_chunks(chunk_length=4096, shard_nbytes=16 << 10), memory_folder() as folder:
+    with small_chunks(), memory_folder() as folder:
         yield folder
 
 

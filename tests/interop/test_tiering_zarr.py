@@ -8,20 +8,29 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.tiering_stores import content, make_store, small_chunks
-from tiering.backends.zarr3 import open_array, register_bfloat16
+from tests.support.tiering_stores import content, make_store, small_chunks, small_record
+from tiering.backends.zarr_bfloat16 import open_array, register_bfloat16
+from tiering.codecs import Codec
 from tiering.records import Record
 from tiering.store import create_store, open_writer
 
 RECORDS = (
     *(
-        Record(name=f"some.{dtype}", dtype=dtype, length=3 * 4096 * 8 + 1001)
+        small_record(f"some.{dtype}", dtype, 3 * 4096 * 8 + 1001)
         for dtype in ("bfloat16", "float32", "float16", "int64", "uint8", "bool")
     ),
-    Record(name="full", dtype="float32", length=8 * 4096),
-    Record(name="one", dtype="bfloat16", length=1),
-    Record(name="hole", dtype="bfloat16", length=5 * 4096 + 3),
-    Record(name="carried", dtype="float32", length=4097, shared=True),
+    small_record("full", "float32", 8 * 4096),
+    small_record("one", "bfloat16", 1),
+    small_record("hole", "bfloat16", 5 * 4096 + 3),
+    small_record("carried", "float32", 4097, shared=True),
+    *(
+        small_record(f"{codec}.{dtype}", dtype, 3 * 4096 * 8 + 1001, codec=str(codec))
+        for codec in Codec
+        for dtype in ("bfloat16", "float32", "bool")
+    ),
+    small_record("one.encoded", "bfloat16", 1, codec="zstd"),
+    small_record("hole.encoded", "float32", 5 * 4096 + 3, codec="zstd"),
+    small_record("carried.encoded", "float32", 4097, shared=True, codec="none"),
 )
 
 
@@ -35,7 +44,7 @@ def _store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         store = folder / "store"
         with create_store(store, records=RECORDS, schema_files={}, drives=drives) as writer:
             for record in RECORDS:
-                if record.name != "hole":
+                if not record.name.startswith("hole"):
                     data = _expected(record)
                     writer.write(0, record.name, 0, memoryview(data))
             checksums = {r.name: np.zeros(r.geometry.chunk_count, np.uint32) for r in RECORDS}
@@ -46,7 +55,7 @@ def _store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def _expected(record: Record) -> np.ndarray:
-    if record.name == "hole":
+    if record.name.startswith("hole"):
         return np.zeros(record.nbytes, np.uint8)
     data = content(record, seed=5)
     return data % 2 if record.dtype == "bool" else data
@@ -108,7 +117,7 @@ def test_shards_lie_on_both_drives_and_slots_of_a_shard_on_one(store: Path) -> N
 
 
 def test_the_metadata_is_plain_and_names_its_codecs(tmp_path: Path) -> None:
-    store = make_store(tmp_path / "s", records=(Record(name="a", dtype="bfloat16", length=9),))
+    store = make_store(tmp_path / "s", records=(small_record("a", "bfloat16", 9),))
     document = json.loads((store / "slots/0/a/zarr.json").read_text())
     assert document["data_type"] == "bfloat16"
     [codec] = document["codecs"]

@@ -15,7 +15,7 @@ from safetensors.torch import load_file as load_torch
 
 from checkpoint.export import export_hf
 from tests.support.runs import run_config, tiny_llama, token_rows, train
-from tiering.backends import zarr3
+from tiering.backends import zarr_bfloat16
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def tensors(flat, attributes):
 
 
 def read_zarr(path):
-    zarr3.register_bfloat16()
+    zarr_bfloat16.register_bfloat16()
     return np.asarray(zarr.open_array(path, mode="r")[:])
 
 

@@ -17,15 +17,17 @@ from tests.support.tiering_stores import (
     make_store,
     memory_folder,
     small_chunks,
+    small_record,
 )
 from tiering.errors import LockedError, RefusedError
-from tiering.records import Record
 from tiering.store import StoreReader, StoreWriter, open_reader, open_writer
 
 RECORDS = (
-    Record(name="a", dtype="float32", length=4099),
-    Record(name="b", dtype="bfloat16", length=10),
-    Record(name="c", dtype="float32", length=3, shared=True),
+    small_record("a", "float32", 4099),
+    small_record("b", "bfloat16", 10),
+    small_record("c", "float32", 3, shared=True),
+    small_record("d", "float32", 8 * 4096 + 5, codec="zstd"),
+    small_record("e", "bfloat16", 7, shared=True, codec="none"),
 )
 
 
@@ -35,7 +37,7 @@ class Transactions(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.stack = ExitStack()
-        self.stack.enter_context(small_chunks(4096, 16 << 10))
+        self.stack.enter_context(small_chunks())
         self.path = self.stack.enter_context(memory_folder()) / "store"
         self.seeds = itertools.count(1)
         self.listed: dict[int, int] = {}

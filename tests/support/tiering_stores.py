@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -17,12 +18,20 @@ from tiering.records import Record
 from tiering.store import StoreReader, StoreWriter, create_store
 
 # Lengths that are no multiple of a chunk, of a page or of a shard; one record fits them all.
+SHARD_NBYTES = 32 << 10
+
+
+def small_record(name: str, dtype: str, length: int, **more: Any) -> Record:
+    """Return a record whose shards are small enough for a test."""
+    return Record(name=name, dtype=dtype, length=length, shard_nbytes=SHARD_NBYTES, **more)
+
+
 RECORDS = (
-    Record(name="u0.weights", dtype="bfloat16", length=3 * 4096 + 100),
-    Record(name="u0.master", dtype="float32", length=9 * 4096 + 1, attributes={"unit": "u0"}),
-    Record(name="even", dtype="float32", length=8 * 4096),
-    Record(name="tiny", dtype="uint8", length=1),
-    Record(name="carried", dtype="float32", length=77, shared=True),
+    small_record("u0.weights", "bfloat16", 3 * 4096 + 100),
+    small_record("u0.master", "float32", 9 * 4096 + 1, attributes={"unit": "u0"}),
+    small_record("even", "float32", 8 * 4096),
+    small_record("tiny", "uint8", 1),
+    small_record("carried", "float32", 77, shared=True),
 )
 
 
@@ -35,14 +44,14 @@ def memory_folder() -> Iterator[Path]:
 
 
 @contextmanager
-def small_chunks(chunk_length: int = 4096, shard_nbytes: int = 32 << 10) -> Iterator[None]:
-    """Cut records into chunks and shards that are small enough for a test."""
-    before = records_module.CHUNK_LENGTH, records_module.SHARD_NBYTES
-    records_module.CHUNK_LENGTH, records_module.SHARD_NBYTES = chunk_length, shard_nbytes
+def small_chunks(chunk_length: int = 4096) -> Iterator[None]:
+    """Cut records into chunks that are small enough for a test."""
+    before = records_module.CHUNK_LENGTH
+    records_module.CHUNK_LENGTH = chunk_length
     try:
         yield
     finally:
-        records_module.CHUNK_LENGTH, records_module.SHARD_NBYTES = before
+        records_module.CHUNK_LENGTH = before
 
 
 def content(record: Record, seed: int) -> np.ndarray:

@@ -45,8 +45,7 @@ def test_a_drive_that_is_too_small_is_refused_before_anything_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(records, "CHUNK_LENGTH", 1 << 36)
-    monkeypatch.setattr(records, "SHARD_NBYTES", 1 << 40)
-    record = Record(name="huge", dtype="float32", length=1 << 40)
+    record = Record(name="huge", dtype="float32", length=1 << 40, shard_nbytes=1 << 40)
     with create_store(tmp_path / "s", records=[record], schema_files={}) as writer:
         table = np.zeros(record.geometry.chunk_count, np.uint32)
         writer.commit(step=0, train_state={}, checksums={"huge": table})

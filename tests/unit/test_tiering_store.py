@@ -19,6 +19,7 @@ from tests.support.tiering_stores import (
     put,
     read_record,
     small_chunks,
+    small_record,
 )
 from tiering import fsops
 from tiering.errors import CorruptionError, RefusedError, StorageError
@@ -70,7 +71,7 @@ def test_a_store_without_drives_can_be_moved(tmp_path: Path) -> None:
 
 
 def test_records_that_were_never_written_are_zero_and_take_no_space(tmp_path: Path) -> None:
-    record = Record(name="moments", dtype="float32", length=1 << 20)
+    record = small_record("moments", "float32", 1 << 20)
     with create_store(tmp_path / "s", records=[record], schema_files={}) as writer:
         writer.commit(step=0, train_state={}, checksums={})
     with open_reader(tmp_path / "s") as reader:
@@ -302,7 +303,7 @@ def test_damage_is_refused_and_named_whoever_opens(store: Path, kind: str) -> No
 
 
 def test_opening_reads_no_bulk_data(tmp_path: Path) -> None:
-    record = Record(name="big", dtype="float32", length=4 << 20)
+    record = small_record("big", "float32", 4 << 20)
     store = make_store(tmp_path / "big", records=[record])
     for door in (open_reader, open_writer):
         before = _bytes_read()

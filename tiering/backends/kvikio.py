@@ -8,6 +8,7 @@ its drive, as with any other backend.
 from __future__ import annotations
 
 import errno
+import logging
 import math
 import mmap
 from collections.abc import Callable, Mapping
@@ -30,10 +31,12 @@ from tiering.backends.posix import (
     THREADS_PER_DRIVE,
     File,
     PosixBackend,
-    address_of,
+    require_aligned,
 )
 from tiering.errors import StorageError
 from tiering.records import ALIGNMENT
+
+_log = logging.getLogger(__name__)
 
 _TRIAL_NBYTES = 4 << 20
 _NVIDIA_FS = Path("/proc/driver/nvidia-fs")
@@ -137,11 +140,12 @@ class KvikioBackend:
         self._plain.forget(path)
 
     def close(self) -> None:
-        """Wait for what is in flight and close every file."""
+        """Wait for what is in flight, close every file and log the path that was taken."""
         self._threads.shutdown(wait=True)
         self._plain.close()
         self._files.close()
         self._monitor.stop()
+        _log.info("%s", self.path_taken())
 
     def path_taken(self) -> str:
         """Return how bytes can move here, and how many requests of this process really did so."""
@@ -152,7 +156,7 @@ class KvikioBackend:
 
     def _submit_host(self, action: str, path: Path, offset: int, view: memoryview) -> Future[int]:
         view = view.cast("B")
-        _require_aligned(path, offset, len(view), address_of(view))
+        require_aligned(path, offset, view, self.alignment)
         return self._submit(
             _Request(action=action, path=path, offset=offset, buffer=view, nbytes=len(view))
         )
@@ -164,7 +168,11 @@ class KvikioBackend:
         nbytes = math.prod(described["shape"]) * np.dtype(described["typestr"]).itemsize
         if action == "read" and described["data"][1]:
             raise ValueError(f"cannot read {path} into a read-only buffer of {nbytes} B")
-        _require_aligned(path, offset, nbytes, 0)  # cuFile takes any device address
+        if offset % ALIGNMENT or nbytes % ALIGNMENT:  # any device address will do
+            raise ValueError(
+                f"direct I/O on {path}: offset {offset} and length {nbytes} must be multiples of "
+                f"{ALIGNMENT}"
+            )
         return self._submit(
             _Request(action=action, path=path, offset=offset, buffer=buffer, nbytes=nbytes)
         )
@@ -177,12 +185,12 @@ class KvikioBackend:
             return 0
         try:
             moved = self._move(request)
-            failure = f"only {moved} B were moved"
+            failure = f"moved {moved} of {request.nbytes} B"
         except (RuntimeError, OSError) as error:
             moved, failure = -1, str(error)
         if moved != request.nbytes:
-            raise self._explained(request, failure)
-        return moved
+            self._settle(request, failure)
+        return request.nbytes
 
     def _move(self, request: _Request) -> int:
         # This frame holds the handle, the buffer and kvikio's future until the last has ended. A
@@ -194,23 +202,33 @@ class KvikioBackend:
 
     # -- failing -------------------------------------------------------------------------------
 
-    def _explained(self, request: _Request, failure: str) -> StorageError:
-        """Return why a transfer failed, which is found out by making it again without kvikio."""
-        try:
-            if isinstance(request.buffer, memoryview):
-                move = self._plain.read if request.action == "read" else self._plain.write
-                move(request.path, request.offset, request.buffer).result()
-            else:
-                self._try_without_device(request)
-        except StorageError as error:
-            return error
-        return StorageError(
+    def _settle(self, request: _Request, failure: str) -> None:
+        """Make a transfer that failed again without kvikio, which tells only in words why.
+
+        Raises:
+            StorageError: It fails again, now with an errno and a place; or the buffer is in
+                device memory, which only kvikio reaches.
+        """
+        if isinstance(request.buffer, memoryview):
+            move = self._plain.read if request.action == "read" else self._plain.write
+            move(request.path, request.offset, request.buffer).result()
+            _log.warning(
+                "%s of %s: %d B at offset %d moved without kvikio, which failed: %s",
+                request.action,
+                request.path,
+                request.nbytes,
+                request.offset,
+                failure,
+            )
+            return
+        self._try_without_device(request)
+        raise StorageError(
             request.action,
             request.path,
             errno=errno.EIO,
             offset=request.offset,
             wanted=request.nbytes,
-            hint=f"kvikio: {failure}; without it these bytes moved just now: use the posix engine",
+            hint=f"kvikio: {failure}; the same bytes do move between drive and host memory",
         )
 
     def _try_without_device(self, request: _Request) -> None:
@@ -221,6 +239,7 @@ class KvikioBackend:
 
     def _try_piece(self, request: _Request, at: int, piece: memoryview) -> None:
         offset = request.offset + at
+        piece[:] = bytes(len(piece))
         try:
             error = self._plain.read(request.path, offset, piece).exception()
             # A write may go where the file is not yet.
@@ -234,18 +253,10 @@ class KvikioBackend:
                 error.action,
                 request.path,
                 errno=error.errno,
-                offset=error.offset,
+                offset=max(error.offset, offset),  # one before the first byte has no offset
                 wanted=request.nbytes,
                 moved=at + error.moved,
             ) from error
-
-
-def _require_aligned(path: Path, offset: int, nbytes: int, address: int) -> None:
-    if offset % ALIGNMENT or nbytes % ALIGNMENT or address % ALIGNMENT:
-        raise ValueError(
-            f"direct I/O on {path}: offset {offset}, length {nbytes} and address "
-            f"{address:#x} must be multiples of {ALIGNMENT}"
-        )
 
 
 # -- the library as a whole ----------------------------------------------------------------------

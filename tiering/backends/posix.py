@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import numpy as np
 
+from tiering.backends.open_files import OpenFiles
 from tiering.errors import StorageError
 from tiering.records import ALIGNMENT
 
@@ -49,8 +48,9 @@ class PosixBackend:
         self.direct = direct
         self._name = name
         self._closed = False
-        flags = os.O_RDWR if writable else os.O_RDONLY
-        self._descriptors = _Descriptors(flags | (os.O_DIRECT if direct else 0), open_files)
+        flags = os.O_CLOEXEC | (os.O_RDWR if writable else os.O_RDONLY)
+        flags |= os.O_DIRECT if direct else 0
+        self._files = OpenFiles(lambda path: _open(path, flags), os.close, open_files)
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix=f"posix-{name}")
 
     @property
@@ -75,13 +75,13 @@ class PosixBackend:
 
     def forget(self, path: Path) -> None:
         """Close the descriptor of a file that is about to be removed."""
-        self._descriptors.forget(path)
+        self._files.forget(path)
 
     def close(self) -> None:
         """Wait for what is in flight and close every file; later transfers raise."""
         self._closed = True
         self._threads.shutdown(wait=True)
-        self._descriptors.close()
+        self._files.close()
 
     def _submit(
         self, action: str, move: _Move, path: File, offset: int, view: memoryview
@@ -96,10 +96,13 @@ class PosixBackend:
             )
             for at in range(0, len(view), REQUEST_NBYTES)
         ]
-        return pieces[0] if len(pieces) == 1 else _joined(pieces, offset, len(view))
+        return pieces[0] if len(pieces) == 1 else joined(pieces, offset, len(view))
+
+    def _lease(self, file: File) -> AbstractContextManager[int]:
+        return nullcontext(file) if isinstance(file, int) else self._files.lease(file)
 
     def _transfer(self, action: str, move: _Move, file: File, offset: int, view: memoryview) -> int:
-        with self._descriptors.lease(file) as fd:
+        with self._lease(file) as fd:
             done = 0
             while done < len(view):
                 moved, code = _move_once(move, fd, view[done:], offset + done, self.alignment)
@@ -114,6 +117,13 @@ class PosixBackend:
                         moved=done,
                     )
         return done
+
+
+def _open(path: Path, flags: int) -> int:
+    try:
+        return os.open(path, flags)
+    except OSError as error:
+        raise StorageError("open", path, errno=error.errno or 0) from error
 
 
 def _move_once(
@@ -148,7 +158,7 @@ def require_aligned(path: File, offset: int, view: memoryview, alignment: int) -
         )
 
 
-def _joined(pieces: Sequence[Future[int]], offset: int, wanted: int) -> Future[int]:
+def joined(pieces: Sequence[Future[int]], offset: int, wanted: int) -> Future[int]:
     """Return a future that ends when all ``pieces`` have, with the first error if there is one.
 
     Pieces move side by side: what counts as moved is what lies before the first failure.
@@ -189,63 +199,7 @@ def _of_whole(error: StorageError, offset: int, wanted: int) -> StorageError:
         offset=first,
         wanted=wanted,
         moved=first - offset,
+        hint=error.hint,
     )
     whole.__cause__ = error
     return whole
-
-
-@dataclass(slots=True)
-class _Open:
-    fd: int
-    users: int = 0
-
-
-class _Descriptors:
-    """Open files, the longest unused closed first; one in use is never closed."""
-
-    def __init__(self, flags: int, capacity: int) -> None:
-        self._flags = flags | os.O_CLOEXEC
-        self._capacity = capacity
-        self._guard = threading.Lock()
-        self._files: OrderedDict[Path, _Open] = OrderedDict()
-
-    @contextmanager
-    def lease(self, file: File) -> Iterator[int]:
-        if isinstance(file, int):
-            yield file
-            return
-        with self._guard:
-            entry = self._acquire(file)
-        try:
-            yield entry.fd
-        finally:
-            with self._guard:
-                entry.users -= 1
-
-    def _acquire(self, path: Path) -> _Open:
-        entry = self._files.get(path)
-        if entry is None:
-            try:
-                entry = self._files[path] = _Open(os.open(path, self._flags))
-            except OSError as error:
-                raise StorageError("open", path, errno=error.errno or 0) from error
-        self._files.move_to_end(path)
-        entry.users += 1
-        self._evict()
-        return entry
-
-    def _evict(self) -> None:
-        idle = (path for path, entry in self._files.items() if not entry.users)
-        for path in list(idle)[: max(0, len(self._files) - self._capacity)]:
-            os.close(self._files.pop(path).fd)
-
-    def forget(self, path: Path) -> None:
-        with self._guard:
-            entry = self._files.get(path)
-            if entry is not None and entry.users == 0:
-                os.close(self._files.pop(path).fd)
-
-    def close(self) -> None:
-        with self._guard:
-            while self._files:
-                os.close(self._files.popitem()[1].fd)
