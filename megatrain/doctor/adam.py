@@ -6,6 +6,7 @@ import importlib.util
 import os
 import shlex
 import shutil
+import sys
 import sysconfig
 import time
 from collections.abc import Iterator
@@ -62,8 +63,6 @@ def adam_findings(folder: Path | None = None) -> Iterator[Finding]:
 
 def build_folder() -> Path:
     """Return the folder in which torch compiles the kernel; torch's own answer would make it."""
-    import sys
-
     import torch
     from torch.utils.cpp_extension import get_default_build_root
 

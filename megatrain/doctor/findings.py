@@ -55,14 +55,15 @@ def looked_at(
 ) -> tuple[Finding, ...]:
     """Return what ``look`` finds until the system stops it, and what stopped it.
 
-    ``failing`` is what it means that the system refuses; our own errors are always problems.
+    ``failing`` is what it means that the system refuses; a missing package or an error of our own
+    is always a problem.
     """
     found: list[Finding] = []
     try:
         found.extend(look())
     except OSError as error:
-        told = f"cannot be looked at: {error.strerror or error}"
+        told = f"the system did not allow it: {error.strerror or error}"
         found.append(Finding(subject=subject, verdict=failing, found=told))
-    except MegatrainError as error:
+    except (ImportError, MegatrainError) as error:
         found.append(Finding(subject=subject, verdict=Verdict.PROBLEM, found=str(error)))
     return tuple(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from megatrain.doctor.findings import Finding, Verdict
 from megatrain.doctor.pci import link
 from tiering.backends.driver import LIBRARY, find_driver
 
+_BF16_SINCE = 8  # compute capability
 _NVIDIA, _DISPLAY = "0x10de", "0x03"
 
 
@@ -66,10 +68,17 @@ def unused_finding(cards: list[str], *, built_for: str | None, why: str) -> Find
         subject="GPU",
         verdict=Verdict.WARNING,
         found=f"{where}, but torch cannot use it: {why}; training would run on the CPU",
-        advice="install torch for CUDA (pytorch.org)"
-        if built_for is None
-        else f"install a driver for CUDA {built_for}, and look at nvidia-smi",
+        advice=_unused_advice(built_for),
     )
+
+
+def _unused_advice(built_for: str | None) -> str:
+    if built_for is None:
+        return "install torch for CUDA (pytorch.org)"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return f"CUDA_VISIBLE_DEVICES is {visible!r}, which may hide it: unset it"
+    return f"install a driver for CUDA {built_for}, and look at nvidia-smi"
 
 
 def _driver_finding(procfs: Path) -> Finding:
@@ -92,7 +101,7 @@ def _device_finding(number: int, sysfs: Path) -> Finding:
     import torch
 
     about = torch.cuda.get_device_properties(number)
-    native = torch.cuda.is_bf16_supported(including_emulation=False)
+    native = torch.version.hip is not None or about.major >= _BF16_SINCE
     facts = [about.name, _memory(number, about.total_memory)]
     path = _link(about, sysfs)
     facts += [path] if path else []

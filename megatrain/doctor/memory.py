@@ -11,7 +11,7 @@ import psutil
 
 from checkpoint.sizes import format_size
 from megatrain.doctor.findings import Finding, Verdict
-from tiering.limits import memory_limit
+from tiering.limits import Limit, memory_limit
 
 _FIRST_CGROUP_NAMESPACE = "cgroup:[4026531835]"  # linux/proc_ns.h: PROC_CGROUP_INIT_INO
 
@@ -25,23 +25,36 @@ def memory_findings() -> Iterator[Finding]:
         found=f"{format_size(machine.total)}, {format_size(machine.available)} of it available",
         values={"total_nbytes": machine.total, "available_nbytes": machine.available},
     )
-    yield _group_finding(machine.total)
+    yield group_finding(memory_limit(), machine.total)
     yield _swap_finding()
     yield from _promise_findings()
 
 
-def _group_finding(total: int) -> Finding:
-    limit = memory_limit()
+def group_finding(limit: Limit, total: int) -> Finding:
+    """Say what the tightest limit is, and how much of it is used already."""
     above = _above()
     if limit.nbytes >= total:
         found = f"none lower than this machine's memory{above}"
         return Finding(subject="cgroup limit", verdict=Verdict.OK, found=found)
+    used_nbytes = _used(limit)
+    told = "" if used_nbytes is None else f", {format_size(used_nbytes)} of it in use, page cache "
+    used = f"{told}included" if told else ""
     return Finding(
         subject="cgroup limit",
         verdict=Verdict.NOTE,
-        found=f"{format_size(limit.nbytes)} ({limit.source}){above}",
-        values={"limit_nbytes": limit.nbytes},
+        found=f"{format_size(limit.nbytes)} is the tightest{used} ({limit.source}){above}",
+        values={"limit_nbytes": limit.nbytes, "used_nbytes": used_nbytes},
     )
+
+
+def _used(limit: Limit) -> int | None:
+    """Return what is charged to the group of ``limit``, page cache included."""
+    for name in ("memory.current", "memory.usage_in_bytes"):  # versions 2 and 1
+        try:
+            return int(Path(limit.source).with_name(name).read_text())
+        except (OSError, ValueError):
+            continue
+    return None
 
 
 def _above() -> str:

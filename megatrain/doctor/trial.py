@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -23,13 +22,12 @@ def run(code: str, *arguments: str) -> str:
     Raises:
         TrialError: It failed, was killed or did not end.
     """
-    ours = str(Path(megatrain.__file__).parents[1])
-    path = os.pathsep.join((ours, *filter(None, [os.environ.get("PYTHONPATH")])))
+    home = str(Path(megatrain.__file__).resolve().parents[1])
+    # where this process looks, but not in what happens to be the current folder
+    path = [*filter(None, sys.path), home]
     try:
         done = subprocess.run(
-            # -P: not what happens to lie in the current folder
-            [sys.executable, "-P", "-c", code, *arguments],
-            env={**os.environ, "PYTHONPATH": path},
+            [sys.executable, "-P", "-c", f"import sys\nsys.path[:] = {path!r}\n{code}", *arguments],
             capture_output=True,
             text=True,
             timeout=_PATIENCE_S,

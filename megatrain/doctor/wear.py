@@ -35,14 +35,16 @@ class Wear:
     Attributes:
         percent_used: Of the endurance that the maker rated, by the drive's own estimate; can
             exceed 100.
-        warnings: What it calls critical, in words.
+        failures: What it calls critical, in words.
+        temperature_off: Whether it is too hot or too cold right now.
     """
 
     percent_used: int | None = None
     written_nbytes: int | None = None
     power_on_hours: int | None = None
     media_errors: int | None = None
-    warnings: tuple[str, ...] = ()
+    failures: tuple[str, ...] = ()
+    temperature_off: bool = False
 
     @property
     def rated_nbytes(self) -> int | None:
@@ -72,14 +74,14 @@ class _NvmeCommand(ctypes.Structure):
     )
 
 
-_CRITICAL = (
-    "spare blocks below the threshold",
-    "too hot or too cold",
-    "reliability degraded",
-    "read-only",
-    "backup of its volatile memory failed",
-    "persistent memory read-only",
-)
+_TEMPERATURE_BIT = 1
+_FAILURES = {
+    0: "spare blocks below the threshold",
+    2: "reliability degraded",
+    3: "read-only",
+    4: "backup of its volatile memory failed",
+    5: "persistent memory read-only",
+}
 
 
 def read_nvme(path: Path) -> Wear:
@@ -117,7 +119,8 @@ def parse_nvme(log: bytes) -> Wear:
         written_nbytes=counter(48) * _UNIT_NBYTES,
         power_on_hours=counter(128),
         media_errors=counter(160),
-        warnings=tuple(text for bit, text in enumerate(_CRITICAL) if log[0] >> bit & 1),
+        failures=tuple(text for bit, text in _FAILURES.items() if log[0] >> bit & 1),
+        temperature_off=bool(log[0] >> _TEMPERATURE_BIT & 1),
     )
 
 
@@ -147,7 +150,7 @@ def parse_smartctl(answer: dict[str, Any]) -> Wear:
         # vendors give the same attribute number different meanings: only what smartctl has decoded
         percent_used=answer.get("endurance_used", {}).get("current_percent"),
         power_on_hours=answer.get("power_on_time", {}).get("hours"),
-        warnings=("its self-assessment failed",) if passed is False else (),
+        failures=("its self-assessment failed",) if passed is False else (),
     )
 
 
@@ -197,7 +200,9 @@ def wear_finding(name: str, worn: Wear) -> Finding:
 
 
 def _facts(worn: Wear) -> Iterator[str]:
-    yield from worn.warnings
+    yield from worn.failures
+    if worn.temperature_off:
+        yield "too hot or too cold now"
     if worn.percent_used is not None:
         yield f"{worn.percent_used} % of its rated endurance used, by its own estimate"
     if worn.written_nbytes is not None:
@@ -215,8 +220,10 @@ def _terabytes(nbytes: int) -> str:
 
 
 def _verdict(worn: Wear) -> tuple[Verdict, str]:
-    if worn.warnings:
+    if worn.failures:
         return Verdict.PROBLEM, "copy what is on it elsewhere and replace it"
+    if worn.temperature_off:
+        return Verdict.WARNING, "it slows down to protect itself: see to its cooling"
     if (worn.percent_used or 0) >= _WORN_PERCENT or worn.media_errors:
         return Verdict.WARNING, "a step writes 14 bytes a parameter: have a replacement at hand"
     return Verdict.OK, ""

@@ -275,6 +275,9 @@ def test_a_worn_out_drive_is_a_warning_and_a_failing_one_a_problem():
     failing = wear_finding("x", parse_nvme(health_log(critical=0b101, used=3)))
     assert failing.verdict is Verdict.PROBLEM
     assert "spare blocks below the threshold, reliability degraded" in failing.found
+    hot = wear_finding("x", parse_nvme(health_log(critical=0b10)))
+    assert hot.verdict is Verdict.WARNING
+    assert "cooling" in hot.advice
 
 
 def test_only_what_smartctl_has_decoded_is_believed():

@@ -13,10 +13,11 @@ import pytest
 
 from megatrain.doctor import gpu, nodes, pages
 from megatrain.doctor.findings import Finding, Verdict
-from megatrain.doctor.memory import memory_findings
+from megatrain.doctor.memory import group_finding, memory_findings
 from megatrain.doctor.pages import Trial, lock_finding
 from megatrain.doctor.pci import link
 from tiering.backends.cxl import find_nodes
+from tiering.limits import Limit
 
 MIB = 1 << 20
 
@@ -92,6 +93,17 @@ def test_the_memory_that_is_told_is_the_machines():
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert by_subject["memory"].values["total_nbytes"] == total
     assert "ulimit -v" not in by_subject
+
+
+@pytest.mark.parametrize("name", ["memory.current", "memory.usage_in_bytes"])
+def test_a_tight_cgroup_is_told_with_what_it_uses(tmp_path, name):
+    (tmp_path / name).write_text(f"{3 << 30}\n")
+    limit = Limit(nbytes=8 << 30, source=str(tmp_path / "memory.max"))
+    found = group_finding(limit, 64 << 30)
+    assert found.verdict is Verdict.NOTE
+    assert "8.0 GiB is the tightest, 3.0 GiB of it in use" in found.found
+    assert str(tmp_path) in found.found
+    assert group_finding(limit, 8 << 30).verdict is Verdict.OK
 
 
 def test_a_limit_of_address_space_is_told():
@@ -175,7 +187,8 @@ def make_card(sysfs: Path, address: str, *, vendor: str, kind: str, **files: str
     return folder
 
 
-def test_a_card_that_torch_cannot_use_is_not_passed_over(tmp_path):
+def test_a_card_that_torch_cannot_use_is_not_passed_over(tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     make_card(tmp_path, "0000:01:00.0", vendor="0x10de", kind="0x030200")
     make_card(tmp_path, "0000:01:00.1", vendor="0x10de", kind="0x040300")  # its sound
     make_card(tmp_path, "0000:00:02.0", vendor="0x8086", kind="0x030000")
@@ -186,6 +199,8 @@ def test_a_card_that_torch_cannot_use_is_not_passed_over(tmp_path):
     assert "0000:01:00.0" in found.found
     assert "torch for CUDA" in found.advice
     assert "CUDA 13.0" in gpu.unused_finding(cards, built_for="13.0", why="no driver").advice
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert "hide it" in gpu.unused_finding(cards, built_for="13.0", why="no device").advice
 
 
 def test_without_a_card_there_is_none(tmp_path):
