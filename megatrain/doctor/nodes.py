@@ -33,7 +33,7 @@ def node_findings(sysfs: Path = Path("/sys")) -> Iterator[Finding]:
 def _nodes_finding(nodes: Sequence[Node], *, machine_nbytes: int) -> Finding:
     counted = sum(node.nbytes for node in nodes)
     agrees = abs(counted - machine_nbytes) < _CLOSE * machine_nbytes
-    doubt = f"; this machine has {format_size(machine_nbytes)}, so the kernel's counts are off"
+    doubt = f"; the kernel counts {format_size(machine_nbytes)} for the whole machine: one is off"
     return Finding(
         subject="NUMA",
         verdict=Verdict.OK if agrees else Verdict.NOTE,

@@ -158,7 +158,7 @@ def test_counts_that_contradict_the_machines_memory_are_doubted(tmp_path):
     make_node(tmp_path, 0, cpus="0-7", gib=1 << 14)
     found = about_nodes(tmp_path)["NUMA"]
     assert found.verdict is Verdict.NOTE
-    assert "counts are off" in found.found
+    assert "one is off" in found.found
 
 
 def test_no_nodes_at_all_is_unknown(tmp_path):
