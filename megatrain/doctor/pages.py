@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +12,10 @@ import psutil
 from checkpoint.sizes import format_size
 from megatrain.doctor.findings import Finding, Verdict
 from tiering.arena import Arena
+from tiering.limits import lock_limit
 
 _TRIAL_NBYTES = 64 << 20
 _MOST = 0.9
-_CAP_IPC_LOCK = 14
 _PROC = Path("/proc/self")
 _THP = Path("/sys/kernel/mm/transparent_hugepage")
 
@@ -56,12 +55,9 @@ def page_findings() -> Iterator[Finding]:
     """Say whether memory comes on huge pages, and whether it can be locked."""
     trial = attempt()
     yield _huge_finding(trial)
-    yield lock_finding(
-        trial,
-        soft=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
-        capable=_may_lock_all(),
-        swap=psutil.swap_memory().total > 0,
-    )
+    limit = lock_limit()
+    nbytes = None if limit is None else limit.nbytes
+    yield lock_finding(trial, limit_nbytes=nbytes, swap=psutil.swap_memory().total > 0)
 
 
 def _huge_finding(trial: Trial) -> Finding:
@@ -92,29 +88,16 @@ def _huge_advice(enabled: str) -> str:
     return f"{cost}: echo madvise > {_THP / 'enabled'}"
 
 
-def lock_finding(trial: Trial, *, soft: int, capable: bool, swap: bool) -> Finding:
-    """Say how much memory can be kept from being swapped out."""
-    if not trial.locked:
-        found = f"{format_size(trial.nbytes)} could not be locked"
-        limited = True
-    else:
-        found = f"{format_size(trial.nbytes)} tried could be locked"
-        limited = soft != resource.RLIM_INFINITY and not capable
-    limit = "none" if soft == resource.RLIM_INFINITY else format_size(soft)
-    excepted = ", which does not bind this process (CAP_IPC_LOCK)" if capable else ""
-    risk = "there is no swap, so nothing is lost" if not swap else "what is above may be swapped"
+def lock_finding(trial: Trial, *, limit_nbytes: int | None, swap: bool) -> Finding:
+    """Say how much memory can be kept from being swapped out; ``limit_nbytes`` None: all of it."""
+    limited = limit_nbytes is not None or not trial.locked
+    tried = f"{format_size(trial.nbytes)} could {'' if trial.locked else 'not '}be locked"
+    limit = "no limit" if limit_nbytes is None else f"limit: {format_size(limit_nbytes)}"
+    risk = "what is above it may be swapped out" if swap else "no harm: there is no swap"
     return Finding(
         subject="locked memory",
         verdict=(Verdict.WARNING if swap else Verdict.NOTE) if limited else Verdict.OK,
-        found=f"{found}; limit: {limit}{excepted}" + (f"; {risk}" if limited else ""),
+        found=f"{tried} when tried; {limit}" + (f"; {risk}" if limited else ""),
         advice="raise it: ulimit -l, or memlock in limits.conf" if limited and swap else "",
-        values={"limit_nbytes": None if soft == resource.RLIM_INFINITY else soft},
+        values={"limit_nbytes": limit_nbytes},
     )
-
-
-def _may_lock_all() -> bool:
-    """Return whether the lock limit does not bind; a capability of a user namespace does not do."""
-    status = (_PROC / "status").read_text()
-    held = int(status.partition("CapEff:")[2].split()[0], 16)
-    everyone = (_PROC / "uid_map").read_text().split() == ["0", "0", "4294967295"]
-    return bool(held >> _CAP_IPC_LOCK & 1) and everyone

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -68,22 +67,22 @@ def test_a_limit_on_locked_memory_is_tried_and_told():
     )
     (lock,) = [f for f in found if f["subject"] == "locked memory"]
     assert lock["verdict"] in ("note", "warning")  # by whether this machine swaps
-    assert "could not be locked; limit: 1.0 MiB" in lock["found"]
+    assert "could not be locked when tried; limit: 1.0 MiB" in lock["found"]
 
 
 @pytest.mark.parametrize(
-    ("locked", "soft", "capable", "swap", "verdict"),
+    ("locked", "limit", "swap", "verdict"),
     [
-        (True, resource.RLIM_INFINITY, False, True, Verdict.OK),
-        (True, 8 * MIB, True, True, Verdict.OK),
-        (True, 128 * MIB, False, True, Verdict.WARNING),  # more than was tried, less than needed
-        (True, 128 * MIB, False, False, Verdict.NOTE),
-        (False, 8 * MIB, False, True, Verdict.WARNING),
+        (True, None, True, Verdict.OK),
+        (True, 128 * MIB, True, Verdict.WARNING),  # more than was tried, less than a run needs
+        (True, 128 * MIB, False, Verdict.NOTE),
+        (False, 8 * MIB, True, Verdict.WARNING),
+        (False, None, True, Verdict.WARNING),
     ],
 )
-def test_a_lock_limit_matters_where_there_is_swap(locked, soft, capable, swap, verdict):
+def test_a_lock_limit_matters_where_there_is_swap(locked, limit, swap, verdict):
     trial = Trial(nbytes=64 * MIB, huge_nbytes=0, locked=locked)
-    found = lock_finding(trial, soft=soft, capable=capable, swap=swap)
+    found = lock_finding(trial, limit_nbytes=limit, swap=swap)
     assert found.verdict is verdict
     assert bool(found.advice) == (verdict is Verdict.WARNING)
 

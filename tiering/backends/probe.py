@@ -132,7 +132,7 @@ def reported_alignment(fd: int) -> int | None:
     if not mask & _STATX_DIOALIGN:
         return None
     if not (memory and offset):
-        raise OSError(errno.EOPNOTSUPP, "the file system does not do it")
+        raise OSError(errno.EOPNOTSUPP, "statx: not for this file")
     return max(memory, offset)
 
 
