@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from checkpoint.sizes import format_size, parse_size
+from tiering.codecs import DEFAULT_CODEC
 from tiering.errors import MegatrainError, UsageError
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ EXIT_INTERRUPTED = 130
 _LAYOUTS = ("fp32", "split", "split8")
 _FORMATS = ("hf", "zarr", "dcp")
 _TIERS = ("nvme", "zarr")
-DEFAULT_CODEC = "blosc-zstd-shuffle"
 
 
 class ErrorGroup(click.Group):

@@ -26,6 +26,7 @@ from pydantic import (
 
 from megatrain import runfile
 from megatrain.lr_schedule import Schedule
+from tiering.codecs import DEFAULT_CODEC, Codec
 from tiering.errors import UsageError
 
 _SIZE_UNITS: Mapping[str, int] = {"B": 1} | {
@@ -180,6 +181,10 @@ class StoreConfig(_Section):
     drives: tuple[Location, ...] = Field(default=(), strict=False)
     """Folders to stripe a new store over; default: inside it. A store keeps those it has."""
     layout: Literal["fp32", "split", "split8"] = "fp32"
+    tier: Literal["nvme", "zarr"] = "nvme"
+    """Of a new store: raw shards that are overwritten in place, or encoded ones, replaced."""
+    codec: str = DEFAULT_CODEC
+    """Of the zarr tier; ``none`` keeps the bytes as they are, with a checksum."""
     commit_every: Literal["auto"] | PositiveInt = "auto"
     """Steps between commits."""
     max_lost: Seconds = 1800.0
@@ -197,6 +202,19 @@ class StoreConfig(_Section):
         if value != "fp32":
             raise ValueError(f"layout {value} is not built yet; use fp32")
         return value
+
+    @field_validator("codec")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        try:
+            return str(Codec.named(value))
+        except UsageError as error:
+            raise ValueError(str(error)) from None
+
+    @property
+    def codec_in_use(self) -> str | None:
+        """The codec of a new store's records; None in the nvme tier."""
+        return self.codec if self.tier == "zarr" else None
 
 
 class RunConfig(_Section):

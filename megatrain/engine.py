@@ -81,17 +81,10 @@ def shape_of(schema: Schema, config: RunConfig) -> Shape:
     )
 
 
-def trained_records(schema: Schema) -> Mapping[str, Record]:
-    """Return the records that training updates, by name."""
-    return {
-        record.name: record
-        for unit in trained_units(schema)
-        for record in (schema.record(unit, role) for role in schema.roles(unit))
-    }
-
-
-def make_plan(schema: Schema, config: RunConfig, device: torch.device) -> Plan:
-    """Return the plan of a run.
+def make_plan(
+    schema: Schema, records: Mapping[str, Record], config: RunConfig, device: torch.device
+) -> Plan:
+    """Return the plan of a run on a store that has ``records``.
 
     Raises:
         CapacityError: It does not fit into ``memory.ram``, this machine or its GPU.
@@ -107,7 +100,7 @@ def make_plan(schema: Schema, config: RunConfig, device: torch.device) -> Plan:
         slab_length=length,
         gradients_in_ram=keep,
     )
-    plan = fit(shape, trained_records(schema), budget)
+    plan = fit(shape, records, budget)
     require_memory(plan, device)
     return plan
 

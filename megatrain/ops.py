@@ -118,11 +118,15 @@ class Op:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What one step is scheduled for: the shape, the sizes chosen, the place of each record."""
+    """What one step is scheduled for: the shape, the sizes chosen, the place of each record.
+
+    ``homes`` are the tiers of the records' shards, to which what lives in memory is flushed.
+    """
 
     shape: Shape
     sizes: Sizes
     placement: Mapping[str, Tier]
+    homes: Mapping[str, Tier]
     device_in_ram: bool = False
     commit: bool = True
 

@@ -206,9 +206,13 @@ def assemble(
 ) -> Plan:
     """Return the plan for given sizes and ``resident`` bytes of records in RAM."""
     order = placement_order(shape, records)
-    total = sum(record.padded_nbytes for record in order)
-    placement = place(order, {Tier.PINNED: resident, Tier.NVME: total})
-    step = Step(shape=shape, sizes=sizes, placement=placement, device_in_ram=budget.device_in_ram)
+    step = Step(
+        shape=shape,
+        sizes=sizes,
+        placement=place(order, {Tier.PINNED: resident}),
+        homes={record.name: record.tier for record in order},
+        device_in_ram=budget.device_in_ram,
+    )
     ops = build(step)
     return Plan(
         step=step,

@@ -126,7 +126,7 @@ def resume(
 
 def _inputs(store: StoreWriter, schema: Schema, config: RunConfig, stack: ExitStack) -> Inputs:
     files = {name: store.schema_file(name) for name in schema.files}
-    inputs = open_inputs(schema, files, config)
+    inputs = open_inputs(schema, store.records, files, config)
     stack.enter_context(inputs.dataset)
     return inputs
 

@@ -330,7 +330,7 @@ class TransferConformance(abc.ABC):
             folder, bytes(padded) if not self.whole_files else _zero_padded(data, padded)
         )
         backend = self.make_backend(folder)
-        files = RecordFiles([backend].__getitem__, _no_encoded_shards)
+        files = RecordFiles([backend].__getitem__, no_encoded_shards)
         files.attach(0, {"r": record}, {"r": (Shard(drive=0, path=path),)})
         if not self.whole_files:
             files.write(0, "r", 0, data)
@@ -342,7 +342,8 @@ class TransferConformance(abc.ABC):
         assert self.content(path) == _zero_padded(data, padded)
 
 
-def _no_encoded_shards(drive: int) -> ShardBackend:
+def no_encoded_shards(drive: int) -> ShardBackend:
+    """Stand where a store has no backend for encoded shards."""
     raise AssertionError(f"drive {drive} has no encoded shards")
 
 

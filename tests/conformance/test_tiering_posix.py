@@ -15,7 +15,6 @@ import pytest
 
 from tests.support.faults import FaultConformance
 from tests.support.loops import MIB, loop_mount
-from tiering.backends.open_files import OpenFiles
 from tiering.backends.posix import PosixBackend
 from tiering.backends.probe import probe
 from tiering.errors import StorageError
@@ -60,34 +59,6 @@ class TestFewDescriptors(BackendConformance):
         assert len(os.listdir("/proc/self/fd")) <= before + 1
         backend.close()
         assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_a_file_in_use_is_not_closed_to_make_room(tmp_path: Path) -> None:
-    paths = [tmp_path / name for name in "abc"]
-    for path in paths:
-        path.write_bytes(b"x")
-    files = OpenFiles(lambda path: os.open(path, os.O_RDONLY), os.close, capacity=1)
-    with files.lease(paths[0]) as first:
-        for path in paths[1:]:
-            with files.lease(path):
-                pass
-        assert os.readlink(f"/proc/self/fd/{first}") == str(paths[0])
-    files.close()
-
-
-def test_a_file_forgotten_in_use_is_closed_after_that(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(b"old")
-    files = OpenFiles(lambda path: os.open(path, os.O_RDONLY), os.close, capacity=8)
-    with files.lease(path) as old:
-        files.forget(path)
-        path.unlink()
-        path.write_bytes(b"new")
-        with files.lease(path) as new:
-            assert (os.pread(old, 3, 0), os.pread(new, 3, 0)) == (b"old", b"new")
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(old)
-    files.close()
 
 
 def test_a_reader_cannot_write(tmp_path: Path) -> None:

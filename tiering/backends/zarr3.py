@@ -46,7 +46,7 @@ class ShardWriter:
         self._file = fsops.Replacement(path)
         self._buffer = memoryview(b"")
         self._filled = 0
-        self._places: list[Place] = []
+        self._places: list[Place | None] = []
         self._end = 0
 
     @property

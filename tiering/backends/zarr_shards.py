@@ -68,21 +68,19 @@ class OpenShard:
         if place is None:
             np.frombuffer(out, np.uint8).fill(0)
         elif self._spec.codec is Codec.NONE:
-            self._read_plain(chunk, place, out)
+            self._read_plain(chunk, *place, out)
         else:
-            self._read_encoded(chunk, place, out)
+            self._read_encoded(chunk, *place, out)
 
-    def _read_plain(self, chunk: int, place: Place, out: memoryview) -> None:
-        offset, nbytes = place or (0, 0)
+    def _read_plain(self, chunk: int, offset: int, nbytes: int, out: memoryview) -> None:
         if nbytes != len(out) + CRC_NBYTES:
             raise self._damaged(chunk, offset, f"{nbytes} B instead of {len(out) + CRC_NBYTES}")
         crc = memoryview(bytearray(CRC_NBYTES))
         self._fill([out, crc], offset)
         self._check_crc(chunk, offset, out, crc)
 
-    def _read_encoded(self, chunk: int, place: Place, out: memoryview) -> None:
-        offset, nbytes = place or (0, 0)
-        encoded = self._scratch.borrow(nbytes)
+    def _read_encoded(self, chunk: int, offset: int, nbytes: int, out: memoryview) -> None:
+        encoded = self._scratch.borrow(self._spec.max_encoded_nbytes)[:nbytes]
         self._fill([encoded], offset)
         data, crc = encoded[:-CRC_NBYTES], encoded[-CRC_NBYTES:]
         self._check_crc(chunk, offset, data, crc)
@@ -95,16 +93,15 @@ class OpenShard:
         (expected,) = struct.unpack("<I", crc)
         found = crc32c(data)
         if found != expected:
-            raise self._damaged(
-                chunk, offset, f"crc32c is {found:08x}, the file says {expected:08x}"
-            )
+            sums = f"crc32c is {found:08x}, the file says {expected:08x}"
+            raise self._damaged(chunk, offset, sums)
 
     def _damaged(self, chunk: int, offset: int, what: str) -> CorruptionError:
         return CorruptionError(
             f"{self._spec.name} ({self._path}): chunk {chunk} at offset {offset} is damaged: {what}"
         )
 
-    def _read_index(self) -> list[Place]:
+    def _read_index(self) -> list[Place | None]:
         with self._reading("read", 0):
             nbytes = os.fstat(self._fd).st_size
         start = nbytes - self._spec.index_nbytes
