@@ -204,6 +204,21 @@ class TransferConformance(abc.ABC):
         assert (error.path, error.errno, error.wanted) == (path, 0, wanted)
         assert (error.offset, error.moved) == (3 * ALIGNMENT, 2 * ALIGNMENT)
 
+    def test_an_error_reaches_its_own_waiter_and_nobody_else(self, folder: Path) -> None:
+        content = aligned_buffer(16 * ALIGNMENT, seed=1)
+        path = self.make_file(folder, content)
+        backend = self.make_backend(folder)
+        outs = [aligned_buffer(2 * ALIGNMENT) for _ in range(17)]
+        reads = [backend.read(path, i * ALIGNMENT, out) for i, out in enumerate(outs)]
+        for i in (15, 16):  # one reaches past the end, one begins there
+            with pytest.raises(StorageError) as caught:
+                wait_for(reads[i])
+            assert (caught.value.offset, caught.value.moved) == (len(content), (16 - i) * ALIGNMENT)
+        assert [wait_for(read) for read in reads[:15]] == [2 * ALIGNMENT] * 15
+        assert wait_for(backend.read(path, 0, outs[16])) == 2 * ALIGNMENT
+        backend.close()
+        assert outs[16] == outs[0] == content[: 2 * ALIGNMENT]
+
     def test_a_missing_file_is_an_error_and_is_not_created(self, folder: Path) -> None:
         self.make_file(folder, bytes(ALIGNMENT))
         backend = self.make_backend(folder)

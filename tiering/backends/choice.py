@@ -108,7 +108,13 @@ def open_backends(
     return [
         _kvikio_backend(name, len(names), writable, open_files)
         if by_kvikio and _allows_kvikio(name, found)
-        else PosixBackend(name, direct=found.direct, writable=writable, open_files=open_files)
+        else PosixBackend(
+            name,
+            direct=found.direct,
+            alignment=found.alignment,
+            writable=writable,
+            open_files=open_files,
+        )
         for name, found in zip(names, access, strict=True)
     ]
 
