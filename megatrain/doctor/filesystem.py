@@ -9,8 +9,9 @@ from pathlib import Path
 from checkpoint.sizes import format_size
 from megatrain.doctor.findings import Finding, Verdict
 from megatrain.doctor.mounts import Mount
+from tiering.backends.probe import IN_RAM
 
-RAM = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
+RAM = IN_RAM | {"devtmpfs", "hugetlbfs"}
 _IN_PLACE = frozenset({"ext2", "ext3", "ext4", "xfs", "jfs", "vfat", "exfat"})
 _COPIES = frozenset({"btrfs", "zfs", "bcachefs", "nilfs2", "f2fs"})
 _REMOTE = frozenset({"nfs", "nfs4", "cifs", "smb3", "ceph", "9p", "virtiofs", "lustre", "beegfs"})
