@@ -22,6 +22,7 @@ from megatrain.inputs import Inputs, open_inputs
 from megatrain.metrics import MetricsLog
 from megatrain.planner import Plan
 from megatrain.stores import METRICS_FILE, RUN_FILE, is_store
+from megatrain.teardown import Teardown
 from megatrain.train_state import TrainState
 from megatrain.trainer import Observer, Stop, Trainer
 from tiering.backends import choice
@@ -66,7 +67,7 @@ def train(config: RunConfig, observer: RunObserver, stop: Stop) -> Outcome:
     stores.require_usable_out(config.out)
     choice.require(config.store.io)
     run_id = uuid.uuid4().hex
-    with ExitStack() as stack:
+    with Teardown() as stack:
         if not is_store(stores.store_path(config)):
             _require_no_metrics(config)
         inputs = stores.convert_model(config, observer, stop)
@@ -101,7 +102,7 @@ def resume(
             changed without ``allow_changes``.
     """
     found = stores.find(place)
-    with ExitStack() as stack:
+    with Teardown() as stack:
         store = stack.enter_context(open_writer(found.store, run_id=f"resume of {place}"))
         schema = read_schema(store)
         state = _committed(store, schema)
@@ -273,6 +274,7 @@ def _steps(
         device=engines.pick_device(train.device),
         counts=dict(state.counts),
         commit=trainer.commit,
+        leave=stop.leave,
     ) as engine:
         trainer.run(engine)
         trainer.detach()

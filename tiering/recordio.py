@@ -15,6 +15,7 @@ from tiering.backends.posix import address_of
 from tiering.codecs import ShardSpec, shard_spec
 from tiering.records import ALIGNMENT, Record, round_up
 from tiering.slots import Locations, Shard
+from tiering.waits import Waits
 
 BOUNCE_NBYTES = 4 << 20
 _ZEROS = memoryview(bytes(1 << 20))
@@ -54,6 +55,7 @@ class RecordFiles:
     """Blocking, thread-safe transfers of records. Aligned ones move without a copy.
 
     ``plain`` and ``encoded`` return the backend of a drive for shards without and with a codec.
+    ``waits`` says which files each thread waits for.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class RecordFiles:
     ) -> None:
         self._plain = plain
         self._encoded = encoded
+        self.waits = Waits()
         self._slots: dict[int, _Slot] = {}
         self._local = threading.local()
 
@@ -154,16 +157,18 @@ class RecordFiles:
         self, slot: int, record: Record, offset: int, view: memoryview, *, write: bool
     ) -> None:
         shards = self._slots[slot].locations[record.name]
+        segments = list(record.geometry.segments(offset, len(view)))
         futures: list[Future[int]] = []
-        try:
-            for segment in record.geometry.segments(offset, len(view)):
-                shard = shards[segment.shard]
-                backend = self._backend(record, shard)
-                submit = backend.write if write else backend.read
-                piece = view[segment.start : segment.start + segment.nbytes]
-                futures.append(submit(shard.path, segment.offset, piece))
-        finally:
-            wait(futures)  # all of them, also after an error: until then the buffer is in use
+        with self.waits.on([shards[segment.shard].path for segment in segments]):
+            try:
+                for segment in segments:
+                    shard = shards[segment.shard]
+                    backend = self._backend(record, shard)
+                    submit = backend.write if write else backend.read
+                    piece = view[segment.start : segment.start + segment.nbytes]
+                    futures.append(submit(shard.path, segment.offset, piece))
+            finally:
+                wait(futures)  # all of them, also after an error: until then the buffer is in use
         for future in futures:
             future.result()
 

@@ -5,7 +5,8 @@
  *   substring  of the path that the descriptor is open on
  *   after      calls that go through before the first one that is hit
  *   count      calls that are hit
- *   what       > 0: fails with this errno; <= 0: moves only -what bytes
+ *   what       > 0: fails with this errno; <= 0: moves only -what bytes; 9999: is held, then made
+ * A held call says so in the FIFO $IOFAULT_HELD, and waits until somebody opens $IOFAULT_GO to write.
  * What a short read leaves out is overwritten, so that a caller who takes it for complete is seen.
  */
 #define _GNU_SOURCE
@@ -23,6 +24,7 @@
 #define FAULTS 8
 #define BLOCK 512
 #define NONE 1000000
+#define HELD 9999
 
 typedef struct {
     char op[16], path[256];
@@ -55,6 +57,20 @@ void iofault_set(const char *text) {
     parse(text);
 }
 
+/* As a transfer that hangs does, it takes no notice of signals. */
+static void hold(void) {
+    const char *held = getenv("IOFAULT_HELD"), *go = getenv("IOFAULT_GO");
+    int fd;
+    if (!held || !go) return;
+    while ((fd = open(held, O_WRONLY)) < 0 && errno == EINTR) {}
+    if (fd >= 0) {
+        if (write(fd, "!", 1) < 0) perror("iofault: hold");
+        close(fd);
+    }
+    while ((fd = open(go, O_RDONLY)) < 0 && errno == EINTR) {}
+    if (fd >= 0) close(fd);
+}
+
 /* What happens to this call: an errno, minus a number of bytes, or NONE. Every fault counts it. */
 static int fate(const char *op, int fd) {
     char link[64], path[4096];
@@ -70,6 +86,10 @@ static int fate(const char *op, int fd) {
         if (strcmp(f->op, op) || !strstr(path, f->path)) continue;
         long seen = atomic_fetch_add(&f->seen, 1);
         if (found == NONE && seen >= f->after && seen < f->after + f->count) found = f->what;
+    }
+    if (found == HELD) {
+        hold();
+        return NONE;
     }
     return found;
 }
