@@ -13,7 +13,7 @@ import numpy as np
 from megatrain.data.batches import Window
 from megatrain.gradients import Gradients
 from megatrain.lanes import Lanes
-from megatrain.ops import ArenaName, Kind, Op, Take
+from megatrain.ops import ArenaName, Kind, Op, ScheduleError, Take
 from megatrain.stage import Stage, StepState
 from megatrain.streaming import Streaming
 from megatrain.update import Rule, Update
@@ -53,13 +53,13 @@ class _Holds:
         """Note what ``op`` takes.
 
         Raises:
-            RuntimeError: It is in use: the schedule would overwrite it.
+            ScheduleError: It is in use: the schedule would overwrite it.
         """
         with self._guard:
             for take in op.takes:
                 holder = self._holders.setdefault(_slab(take), op)
                 if holder is not op:
-                    raise RuntimeError(
+                    raise ScheduleError(
                         f"the schedule has run out of {take.arena}: operation {op.id} ({op.kind} "
                         f"of {op.unit}) takes number {take.index}, which operation {holder.id} "
                         f"({holder.kind} of {holder.unit}) has taken and nobody has freed"

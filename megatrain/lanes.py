@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch
 
-from megatrain.ops import Lane, Op
+from megatrain.ops import Lane, Op, ScheduleError
 from megatrain.watchdog import Place, Watch, Watchdog
 
 log = logging.getLogger(__name__)
@@ -25,6 +25,10 @@ log = logging.getLogger(__name__)
 Handler = Callable[[Op], None]
 DEVICE_LANES = frozenset({Lane.COPY_IN, Lane.COMPUTE, Lane.COPY_OUT})
 _LOOK_S = 1.0  # how often whoever waits for the lanes looks after them
+
+
+class LaneError(Exception):
+    """A lane that has ended although nobody closed it."""
 
 
 class Lanes(Protocol):
@@ -107,7 +111,7 @@ class _Job:
         stuck = len(waiting) == len(self.places) and not any(map(self._ready, waiting))
         if waiting and stuck and self.error is None:
             listed = "; ".join(f"{op.lane}: {op.kind} of {op.unit} for {op.deps}" for op in waiting)
-            self.fail(RuntimeError(f"the schedule cannot go on, each lane waits: {listed}"))
+            self.fail(ScheduleError(f"the schedule cannot go on, each lane waits: {listed}"))
 
 
 class CpuLanes:
@@ -183,7 +187,7 @@ class CpuLanes:
             job.idle.wait_for(lambda: not job.places, timeout_s)
             for lane in [lane for lane in job.places if not self._threads[lane].is_alive()]:
                 # nobody else would say that it does not come back
-                job.fail(RuntimeError(f"the thread of lane {lane} has ended"))
+                job.fail(LaneError(f"the thread of lane {lane} has ended"))
                 job.leave(lane)
             return {lane: replace(place) for lane, place in job.places.items()}
 
@@ -231,10 +235,10 @@ class CpuLanes:
         job.handle(op)
 
 
-def _ended_by(error: BaseException, lane: Lane, job: _Job) -> RuntimeError:
+def _ended_by(error: BaseException, lane: Lane, job: _Job) -> LaneError:
     """Return what ends the run when a lane was asked to end: it is no way to end a run well."""
     op = job.places[lane].op
-    ended = RuntimeError(f"lane {lane} was ended in {op and op.kind} by {error!r}")
+    ended = LaneError(f"lane {lane} was ended in {op and op.kind} by {error!r}")
     ended.__cause__ = error
     return ended
 

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import logging
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -15,13 +16,15 @@ from typing import Any
 
 import pytest
 
+from checkpoint.convert import convert
+from checkpoint.schema import Layout
 from megatrain import planner
-from megatrain.lanes import CpuLanes
-from megatrain.ops import ArenaName, Kind, Lane, Op
+from megatrain.lanes import CpuLanes, LaneError
+from megatrain.ops import ArenaName, Kind, Lane, Op, ScheduleError
 from megatrain.watchdog import Place, Watch, Watchdog
 from tests.support.faults import Fault, build_shim
 from tests.support.held_runs import HELD, Driver
-from tests.support.runs import Quiet, read_state, run_config, tiny_llama, token_rows, train
+from tests.support.runs import run_config, tiny_llama, token_rows, train
 from tiering.store import open_reader
 
 PATIENCE_S = 60
@@ -56,7 +59,7 @@ def in_time(run: Callable[[], object]) -> BaseException | None:
     def work() -> None:
         try:
             run()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001  a thread's edge
             raised.append(error)
 
     thread = threading.Thread(target=work, daemon=True)
@@ -119,45 +122,21 @@ def test_an_error_in_any_lane_ends_the_list_with_it(lane):
         assert idle_again(lanes)
 
 
-def test_a_later_error_does_not_hide_the_first():
-    first = threading.Event()
+def test_a_later_error_does_not_hide_the_first(said):
+    begun = threading.Semaphore(0)
 
     def handle(o: Op) -> None:
         if o.lane is Lane.IO_READ:
-            first.set()
+            for _ in LANES[1:]:
+                assert begun.acquire(timeout=PATIENCE_S)
             raise ValueError("first")
-        assert first.wait(PATIENCE_S)
-        with lanes_changed(lanes, first_failed):
-            raise ValueError(f"later, in {o.lane}")
+        begun.release()
+        said.wait_for("the run has failed")
+        raise ValueError(f"later, in {o.lane}")
 
-    def first_failed() -> bool:
-        return jobs[0].error is not None
-
-    jobs: list[Any] = []
-    with made() as lanes:
-        keep_jobs(lanes, jobs)
+    with made(Watch(stall_warning_s=0.2)) as lanes:
         error = in_time(lambda: lanes.run([op(i, lane) for i, lane in enumerate(LANES)], handle))
     assert str(error) == "first"
-
-
-def keep_jobs(lanes: CpuLanes, jobs: list[Any]) -> None:
-    run_lane = lanes._run_lane
-
-    def keep(lane: Lane, job: Any) -> None:
-        jobs.append(job)
-        run_lane(lane, job)
-
-    lanes._run_lane = keep  # type: ignore[method-assign]
-
-
-@contextlib.contextmanager
-def lanes_changed(lanes: CpuLanes, condition: Callable[[], bool]) -> Iterator[None]:
-    waited = threading.Event()
-    for _ in range(PATIENCE_S * 100):
-        if condition():
-            break
-        waited.wait(0.01)
-    yield
 
 
 @pytest.mark.parametrize("lane", [Lane.IO_READ, Lane.COMPUTE, Lane.HOST])
@@ -169,7 +148,7 @@ def test_what_would_end_a_thread_ends_the_run_as_a_failure(lane, error):
 
     with made() as lanes:
         found = in_time(lambda: lanes.run(chain(), handle))
-        assert isinstance(found, RuntimeError)
+        assert isinstance(found, LaneError)
         assert str(found) == f"lane {lane} was ended in forward by {error!r}"
         assert found.__cause__ is error
         assert idle_again(lanes)
@@ -184,6 +163,7 @@ def test_a_thread_that_is_gone_is_noticed(lane):
         assert str(error) == f"the thread of lane {lane} has ended"
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_thread_that_cannot_start_its_work_is_noticed(monkeypatch):
     import torch
 
@@ -233,10 +213,8 @@ def test_a_schedule_that_runs_out_of_slabs_ends_the_run(tmp_path, monkeypatch, i
 
     monkeypatch.setattr(planner, "build", mutated)
     config = run_config(*inputs, tmp_path / "run", memory__resident=1)
-    with pytest.raises(RuntimeError, match="the schedule has run out of staging slabs"):
+    with pytest.raises(ScheduleError, match="the schedule has run out of staging slabs"):
         train(config)
-    with open_reader(tmp_path / "run" / "store") as reader:
-        assert reader.manifest.step == 0
 
 
 # -- what hangs ----------------------------------------------------------------------------------
@@ -285,12 +263,14 @@ def test_waiting_for_others_is_no_stall(caplog):
 
 def test_a_failed_run_says_what_it_still_waits_for_and_then_leaves(said):
     left: list[BaseException] = []
-    go = threading.Event()
+    begun, go = threading.Event(), threading.Event()
 
     def handle(o: Op) -> None:
         if o.lane is Lane.IO_READ:
+            begun.set()
             assert go.wait(PATIENCE_S)
         else:
+            assert begun.wait(PATIENCE_S)
             raise ValueError("first")
 
     def leave(error: BaseException) -> None:
@@ -340,74 +320,85 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
         yield driver
 
 
-def run_file(tmp_path: Path, inputs: Sequence[Path], **changes: Any) -> Path:
-    config = run_config(*inputs, tmp_path / "run", memory__resident=1, **changes)
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory, inputs: tuple[Path, Path]) -> Path:
+    store = tmp_path_factory.mktemp("converted") / "store"
+    convert(inputs[0], store, layout=Layout.FLOAT32)
+    return store
+
+
+def run_file(tmp_path: Path, converted: Path, inputs: Sequence[Path], **changes: Any) -> Path:
+    shutil.copytree(converted, tmp_path / "store", symlinks=True)
+    config = run_config(
+        tmp_path / "store", inputs[1], tmp_path / "run", memory__resident=1, **changes
+    )
     path = tmp_path / "run.yaml"
     path.write_text(config.to_json())
     return path
 
 
+UNITS = ("outer_in", "layer.000", "layer.001", "outer_out")  # an index each: written when made
 HELD_AT = {
-    "the conversion": Fault(op="write", path="layer.001.master", count=1, errno=HELD),
     "a read": Fault(op="read", path="layer.001.master", count=1, errno=HELD),
-    "a write": Fault(op="write", path="layer.001.exp_avg", count=1, errno=HELD),
-    "a commit": Fault(op="sync", path="manifests", after=4, count=1, errno=HELD),
+    "a write": Fault(op="write", path="/1.layer.001.exp_avg.0", after=1, errno=HELD),
+    "a commit": Fault(op="sync", path="manifests/2", count=1, errno=HELD),
 }
+ASKED = {"a read": signal.SIGINT, "a write": signal.SIGTERM, "a commit": signal.SIGINT}
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("fault", HELD_AT.values(), ids=HELD_AT.keys())
-def test_asked_twice_a_run_ends_whatever_it_waits_for(tmp_path, driver, inputs, fault, number):
-    path = run_file(tmp_path, inputs)
-    command = driver.start(["megatrain", "train", str(path)], tmp_path / "talk", fault)
-    command.wait_until_held()
-    command.send(number)
+@pytest.mark.parametrize("place", HELD_AT)
+def test_asked_twice_a_run_ends_whatever_it_waits_for(tmp_path, driver, converted, inputs, place):
+    path = run_file(tmp_path, converted, inputs)
+    command = driver.start(["megatrain", "train", str(path)], tmp_path / "talk", HELD_AT[place])
+    command.wait_until_held(HELD_AT[place].op)
+    command.send(ASKED[place])
     command.wait_for("stopping")
-    command.send(number)
+    command.send(ASKED[place])
     assert command.exit_code() == 130, command.said
     assert "interrupted" in command.said
     assert "Traceback" not in command.said
+    with open_reader(tmp_path / "store") as reader:
+        assert reader.manifest.step == 0
 
 
-def test_asked_twice_a_tool_ends_whatever_it_waits_for(tmp_path, driver, inputs):
+def test_a_command_ends_whose_main_thread_hangs(tmp_path, driver, inputs):
     held = Fault(op="write", path="layer.001.weights", count=1, errno=HELD)
-    store = tmp_path / "store"
-    command = driver.start(
-        ["megatrain-ckpt", "convert", str(inputs[0]), str(store)], tmp_path / "talk", held
-    )
-    command.wait_until_held()
-    command.send(signal.SIGINT)
-    command.send(signal.SIGINT)
+    arguments = ["megatrain-ckpt", "convert", str(inputs[0]), str(tmp_path / "store")]
+    command = driver.start(arguments, tmp_path / "talk", held)
+    command.wait_until_held(held.op)
+    command.send_until_ended(signal.SIGINT)
     assert command.exit_code() == 130, command.said
     assert "Traceback" not in command.said
 
 
-def test_a_slow_drive_is_named_and_the_run_goes_on(tmp_path, driver, inputs):
+def test_a_slow_drive_is_named_and_the_run_goes_on(tmp_path, driver, converted, inputs):
     held = HELD_AT["a read"]
-    path = run_file(tmp_path, inputs, train__stall_warning=0.2)
+    path = run_file(tmp_path, converted, inputs, train__stall_warning=0.2)
     command = driver.start(["megatrain", "train", str(path)], tmp_path / "talk", held)
-    command.wait_until_held()
+    command.wait_until_held(held.op)
     command.wait_for("lane io_read has not moved for")
-    command.let_go()
+    command.let_go(held.op)
     assert command.exit_code() == 0, command.said
     line = next(line for line in command.said.splitlines() if "has not moved" in line)
     assert "of layer.001" in line
     assert "layer.001.master" in line.partition("KiB, ")[2], "the file"
     assert "waiting for it: " in line
-    train(run_config(*inputs, tmp_path / "other", memory__resident=1), Quiet())
-    expected = read_state(tmp_path / "other" / "store")
-    assert all((expected[k] == v).all() for k, v in read_state(tmp_path / "run" / "store").items())
+    with open_reader(tmp_path / "store") as reader:
+        assert reader.manifest.step == 3
 
 
 def test_a_failure_beside_a_lane_that_hangs_ends_the_process_with_its_code(
-    tmp_path, driver, inputs
+    tmp_path, driver, converted, inputs
 ):
     faults = [
-        Fault(op="write", path=".exp_avg/", count=1, errno=HELD),
-        Fault(op="read", path="layer.001.exp_avg_sq", errno=errno.EIO),
+        Fault(op="write", path=".exp_avg.0", after=len(UNITS), count=1, errno=HELD),
+        Fault(op="read", path="/0.layer.001.exp_avg_sq.0", errno=HELD + errno.EIO),
     ]
-    path = run_file(tmp_path, inputs, train__stall_warning=0.3)
+    path = run_file(tmp_path, converted, inputs, train__stall_warning=0.3)
     command = driver.start(["megatrain", "train", str(path)], tmp_path / "talk", *faults)
+    command.wait_until_held("write")
+    command.wait_until_held("read")
+    command.let_go("read")
     assert command.exit_code() == 5, command.said
     assert "the run has failed and ends once lane io_write does: write_state" in command.said
     assert "error: cannot read" in command.said.splitlines()[-1]

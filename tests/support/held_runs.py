@@ -18,15 +18,15 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+from megatrain.optimizer import load_kernel
 from tests.support.faults import Fault, faulty_environment
 
-HELD = 9999  # as ``Fault.errno``: the call waits until it is let go
+HELD = 10000  # as ``Fault.errno``: the call waits until it is let go; plus an errno: then it fails
 GRACE_S = 0.3
-PATIENCE_S = 120
+PATIENCE_S = 60
 MODULES = (
-    "deepspeed.ops.op_builder",
     "transformers.models.llama.modeling_llama",
     "megatrain.ckpt_cli",
     "megatrain.run",
@@ -41,18 +41,18 @@ class Command:
     folder: Path
     _driver: Driver
 
-    def wait_until_held(self) -> None:
-        """Return when a call is held."""
-        fd = os.open(self.folder / "held", os.O_RDONLY | os.O_NONBLOCK)
+    def wait_until_held(self, op: str) -> None:
+        """Return when a call of that kind is held."""
+        fd = os.open(self.folder / f"held.{op}", os.O_RDONLY | os.O_NONBLOCK)
         try:
             ready, _, _ = select.select([fd], [], [], PATIENCE_S)
-            assert ready, f"no call was held: {self.said}"
+            assert ready, f"no {op} was held: {self.said}"
         finally:
             os.close(fd)
 
-    def let_go(self) -> None:
-        """Let the held call go on."""
-        os.close(os.open(self.folder / "go", os.O_WRONLY))
+    def let_go(self, op: str) -> None:
+        """Let the held call of that kind go on."""
+        os.close(os.open(self.folder / f"go.{op}", os.O_WRONLY))
 
     def wait_for(self, text: str) -> None:
         """Return when the command has said ``text``."""
@@ -65,6 +65,14 @@ class Command:
     def send(self, number: signal.Signals) -> None:
         """Send a signal."""
         os.kill(self.pid, number)
+
+    def send_until_ended(self, number: signal.Signals) -> None:
+        """Send a signal, and again, as somebody does who sees nothing happen."""
+        for _ in range(20):
+            self.send(number)
+            select.select([], [], [], 0.1)
+            if self._driver.ask(peek=self.pid) is not None:
+                return
 
     def exit_code(self) -> int:
         """Return how it ended; minus a signal's number if that killed it."""
@@ -99,8 +107,9 @@ class Driver:
     def start(self, arguments: Sequence[str], folder: Path, *faults: Fault) -> Command:
         """Start ``megatrain-ckpt`` or ``megatrain`` with ``arguments``; ``folder`` is for talk."""
         folder.mkdir()
-        for name in ("held", "go"):
-            os.mkfifo(folder / name)
+        for op in ("read", "write", "sync"):
+            os.mkfifo(folder / f"held.{op}")
+            os.mkfifo(folder / f"go.{op}")
         (folder / "said").touch()
         text = ";".join(map(str, faults))
         pid = self.ask(start=list(arguments), folder=str(folder), faults=text)
@@ -113,19 +122,27 @@ class Driver:
         self._process.communicate()
 
 
-def _serve() -> list[str] | None:
+def _serve(answers: TextIO) -> list[str] | None:
     """Answer requests; in a forked process return its command line."""
+    alive: set[int] = set()
     for line in sys.stdin:
         request = json.loads(line)
         if "start" in request:
             pid = os.fork()
             if not pid:
+                answers.close()
                 _become(request)
                 return list(request["start"])
+            alive.add(pid)
             answer: int | None = pid
         else:
-            answer = _ended(request.get("wait") or request["peek"], wait="wait" in request)
-        print(json.dumps(answer), flush=True)
+            pid = request.get("wait") or request["peek"]
+            answer = _ended(pid, wait="wait" in request)
+            if "wait" in request:
+                alive.discard(pid)
+        print(json.dumps(answer), file=answers, flush=True)
+    for pid in alive:  # of tests that failed
+        os.kill(pid, signal.SIGKILL)
     return None
 
 
@@ -148,14 +165,17 @@ def _become(request: Mapping[str, Any]) -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     for ours, theirs in ((nothing, 0), (said, 1), (said, 2)):
         os.dup2(ours, theirs)
-    os.environ |= {"IOFAULT_HELD": str(folder / "held"), "IOFAULT_GO": str(folder / "go")}
+    os.environ["IOFAULT_HOLD"] = str(folder)
     ctypes.CDLL(None).iofault_set(request["faults"].encode())
 
 
 def _main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what is imported talks
     for name in MODULES:
         importlib.import_module(name)
-    arguments = _serve()
+    load_kernel()  # once for all of them
+    arguments = _serve(answers)
     if arguments is None:
         return
     from checkpoint import interrupts

@@ -5,8 +5,10 @@
  *   substring  of the path that the descriptor is open on
  *   after      calls that go through before the first one that is hit
  *   count      calls that are hit
- *   what       > 0: fails with this errno; <= 0: moves only -what bytes; 9999: is held, then made
- * A held call says so in the FIFO $IOFAULT_HELD, and waits until somebody opens $IOFAULT_GO to write.
+ *   what       > 0: fails with this errno; <= 0: moves only -what bytes;
+ *              10000 + n: is held, then fails with errno n, or goes through if n is 0
+ * A held call says so in the FIFO $IOFAULT_HOLD/held.OP, and waits for somebody who opens
+ * $IOFAULT_HOLD/go.OP for writing.
  * What a short read leaves out is overwritten, so that a caller who takes it for complete is seen.
  */
 #define _GNU_SOURCE
@@ -24,7 +26,7 @@
 #define FAULTS 8
 #define BLOCK 512
 #define NONE 1000000
-#define HELD 9999
+#define HELD 10000
 
 typedef struct {
     char op[16], path[256];
@@ -57,18 +59,19 @@ void iofault_set(const char *text) {
     parse(text);
 }
 
-/* As a transfer that hangs does, it takes no notice of signals. */
-static void hold(void) {
-    const char *held = getenv("IOFAULT_HELD"), *go = getenv("IOFAULT_GO");
+static int open_of(const char *what, const char *op, int flags) {
+    char path[4096];
     int fd;
-    if (!held || !go) return;
-    while ((fd = open(held, O_WRONLY)) < 0 && errno == EINTR) {}
-    if (fd >= 0) {
-        if (write(fd, "!", 1) < 0) perror("iofault: hold");
-        close(fd);
-    }
-    while ((fd = open(go, O_RDONLY)) < 0 && errno == EINTR) {}
-    if (fd >= 0) close(fd);
+    snprintf(path, sizeof path, "%s/%s.%s", getenv("IOFAULT_HOLD"), what, op);
+    while ((fd = open(path, flags)) < 0 && errno == EINTR) {} /* a hung transfer ignores signals */
+    return fd;
+}
+
+static void hold(const char *op) {
+    int fd = open_of("held", op, O_WRONLY);
+    if (write(fd, "!", 1) < 0) perror("iofault: hold");
+    close(fd);
+    close(open_of("go", op, O_RDONLY));
 }
 
 /* What happens to this call: an errno, minus a number of bytes, or NONE. Every fault counts it. */
@@ -87,9 +90,9 @@ static int fate(const char *op, int fd) {
         long seen = atomic_fetch_add(&f->seen, 1);
         if (found == NONE && seen >= f->after && seen < f->after + f->count) found = f->what;
     }
-    if (found == HELD) {
-        hold();
-        return NONE;
+    if (found >= HELD && found != NONE) {
+        hold(op);
+        return found == HELD ? NONE : found - HELD;
     }
     return found;
 }
