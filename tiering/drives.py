@@ -149,10 +149,14 @@ def create_drive(store: Path, uuid: str, drive: Drive) -> None:
     """
     fsops.symlink(drive.link, link_of(store, drive.number))
     fsops.make_dir(drive.folder)
-    document = {"format": FORMAT, "uuid": uuid, "drive": drive.number}
-    fsops.write_file(drive.label, encode_json(document))
+    fsops.write_file(drive.label, expected_label(uuid, drive.number))
     fsops.fsync_dir(drive.folder)
     fsops.fsync_dir(drive.folder.parent)
+
+
+def expected_label(uuid: str, number: int) -> bytes:
+    """Return the content of the label of a drive."""
+    return encode_json({"format": FORMAT, "uuid": uuid, "drive": number})
 
 
 def drop_drive(store: Path, uuid: str, drive: Drive) -> None:
@@ -273,7 +277,7 @@ def _lost(store: Path, drive: Drive, state: str) -> CorruptionError:
         f"drive {drive.number}: folder {drive.folder} {state}; is its file system mounted? "
         f"{len(names)} records need it{listed}. The link is {link_of(store, drive.number)}; "
         f"if the folder was moved: megatrain-ckpt attach {store} --drive FOLDER",
-        file=drive.folder,
+        file=link_of(store, drive.number),
         drive=drive.number,
     )
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from tiering import fsops, lock
 from tiering.checksum import Table
 from tiering.errors import CorruptionError, LockedError, RefusedError, StorageError
-from tiering.manifest import Generation, Manifest, Root, decode_table, digest
+from tiering.manifest import Generation, Manifest, NoStoreError, Root, decode_table, digest
 
 ROOT = "zarr.json"
 MARKER = "CREATING"  # stands where a store is being made until its first commit
@@ -36,7 +36,17 @@ def read_root(store: Path) -> Root:
         raise RefusedError(f"{store}: no store: it has no {ROOT}") from error
     except OSError as error:
         raise StorageError("read", path, errno=error.errno or 0) from error
-    return Root.decode(data, path)
+    try:
+        return Root.decode(data, path)
+    except NoStoreError as error:
+        if (store / "manifests").is_dir():
+            raise CorruptionError(f"{error}, though there are manifests", file=path) from error
+        raise
+
+
+def manifest_path(store: Path, number: int) -> Path:
+    """Return where the manifest of a generation is."""
+    return store / "manifests" / str(number) / "manifest.json"
 
 
 def read_manifest(store: Path, root: Root, generation: Generation) -> tuple[Manifest, Table]:

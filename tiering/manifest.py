@@ -26,6 +26,10 @@ _CODECS = {str(codec): codec for codec in Codec}
 _UUID = re.compile(r"[0-9a-f]{32}")
 
 
+class NoStoreError(RefusedError):
+    """A Zarr group that does not say that it is a store."""
+
+
 def digest(data: bytes | memoryview) -> str:
     """Return the sha256 of ``data`` in hexadecimal."""
     return hashlib.sha256(data).hexdigest()
@@ -108,10 +112,15 @@ class Root:
             raise CorruptionError(f"{source}: not the zarr.json of a Zarr v3 group", file=source)
         attributes = group.value("attributes")
         if not isinstance(attributes, dict) or ATTRIBUTE not in attributes:
-            raise RefusedError(f"{source}: a Zarr group, but no store: no {ATTRIBUTE!r} attribute")
+            raise NoStoreError(f"{source}: a Zarr group, but no store: no {ATTRIBUTE!r} attribute")
         pointer = attributes[ATTRIBUTE]
         fields = Fields(pointer, source, f"attributes.{ATTRIBUTE}")
-        _check_format(fields)
+        try:
+            _check_format(fields)
+        except RefusedError as error:  # the check is the same in every format
+            if pointer.get("check") == _check_of(pointer):
+                raise
+            raise CorruptionError(f"{error}; or it is damaged", file=source) from error
         root = cls(
             uuid=fields.pattern("uuid", _UUID),
             drives=_drives(fields),

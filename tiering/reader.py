@@ -19,6 +19,7 @@ from tiering.opened import (
     examine_generation,
     open_generation,
 )
+from tiering.slots import Shard
 
 
 class StoreReader(OpenStore):
@@ -58,6 +59,10 @@ class StoreReader(OpenStore):
         """Yield where every chunk of a record lies and what its crc32c has to be."""
         for index in range(self.records[name].geometry.chunk_count):
             yield self.chunk(name, index)
+
+    def shards(self, name: str) -> Sequence[Shard]:
+        """Return where the shards of a record lie."""
+        return self._files.locations(self.generation.slot)[name]
 
     def chunk(self, name: str, index: int) -> ChunkRef:
         """Return where one chunk of a record lies and what its crc32c has to be."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from tiering import fsops
@@ -49,24 +49,24 @@ def open_writer(
 
 
 def open_newest_whole(
-    path: str | os.PathLike[str], *, before: int | None = None, run_id: str = ""
+    path: str | os.PathLike[str], *, skip: Collection[int] = (), run_id: str = ""
 ) -> StoreWriter:
-    """Open a store for writing at the newest generation, below ``before``, that is whole.
+    """Open a store for writing at the newest generation that is whole and not in ``skip``.
 
-    Each one that is skipped is logged with what is wrong with it.
+    Each one that is passed over because it is not whole is logged with what is wrong with it.
 
     Raises:
         LockedError: Another process writes the store.
-        RefusedError: There is no store at ``path``.
+        RefusedError: There is no store at ``path``, or nothing but what is to be skipped.
         CorruptionError: No generation is whole; the error is that of the newest.
         StorageError: It cannot be told whether one is: reading failed.
     """
     store = Path(os.path.abspath(path))
 
     def choose(root: Root, examined: Mapping[int, Examined]) -> Generation:
-        found = [g for g in root.generations if before is None or g.number < before]
+        found = [g for g in root.generations if g.number not in skip]
         if not found:
-            raise RefusedError(f"{store}: no generation before {before}")
+            raise RefusedError(f"{store}: no generation but {', '.join(map(str, skip))}")
         for generation in reversed(found):
             item = examined[generation.number]
             if item.whole:

@@ -12,7 +12,7 @@ from pathlib import Path
 from tiering import lock
 from tiering.drives import Drive
 from tiering.errors import CorruptionError, LockedError, RefusedError
-from tiering.generations import reap
+from tiering.generations import manifest_path, reap
 from tiering.manifest import Generation, digest, plain_lengths
 from tiering.recordio import RecordFiles
 from tiering.records import Record
@@ -129,7 +129,7 @@ class SlotTable:
         What is there of others, damaged or of another form, goes before, for the room.
         """
         for slot in set(existing_slots(self._store)) - self._complete - self.protected:
-            self._remove(slot)
+            self.remove(slot)
         numbers = (n for n in itertools.count() if n not in self._complete | self.protected)
         missing = list(itertools.islice(numbers, max(0, count - len(self._complete))))
         for slot in missing:
@@ -138,7 +138,7 @@ class SlotTable:
 
     def make(self, slot: int) -> None:
         """Create a free slot anew, all zeros; durable after a sync of the drives and the store."""
-        self._remove(slot)
+        self.remove(slot)
         create_slot(
             self._store,
             slot,
@@ -149,13 +149,23 @@ class SlotTable:
         )
         self._add_located(slot)
 
-    def drop_free(self, *, keep: int = 0) -> None:
-        """Remove free slots until only ``keep`` of them are left, ready ones."""
-        free = set(existing_slots(self._store)) - self.protected
-        for slot in free - set(sorted(free & self.ready)[:keep]):
-            self._remove(slot)
+    def removable(
+        self, listed: Iterable[Generation], *, keep: int
+    ) -> tuple[Sequence[int], Sequence[int]]:
+        """Return which slots are free if only ``listed`` are, but for ``keep`` ready ones.
 
-    def _remove(self, slot: int) -> None:
+        Then those that would be free as well if nobody read them.
+        """
+        needed = {generation.slot for generation in listed}
+        numbers = {generation.number for generation in listed}
+        others = self._listed.keys() - numbers
+        read = {self._listed[n] for n in others if lock.is_held(manifest_path(self._store, n))}
+        held = {*self._held.values(), *read} - needed
+        free = set(existing_slots(self._store)) - needed - held
+        return sorted(free - set(sorted(free & self.ready)[:keep])), sorted(held)
+
+    def remove(self, slot: int) -> None:
+        """Remove every file of a free slot."""
         self._files.detach(slot)
         self._complete.discard(slot)
         delete_slot(self._store, slot, drives=self._drives)

@@ -118,6 +118,12 @@ def delete_slot(store: Path, slot: int, *, drives: Sequence[Drive]) -> None:
             fsops.unlink(path)
 
 
+def allocated_nbytes(slot: int, *, drives: Sequence[Drive]) -> int:
+    """Return what the files of ``slot`` take up, without those that all slots share."""
+    files = (path for drive in drives for path in drive.folder.glob(f"{slot}.*"))
+    return sum(512 * path.stat().st_blocks for path in files)
+
+
 def _link_targets(store: Path) -> frozenset[str]:
     """Return what the links of all slots say."""
     links = (store / "slots").glob("*/*/c/*")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,7 +28,9 @@ from tiering.manifest import Generation, Manifest, Root, digest, encode_table, e
 from tiering.opened import ChunkRef, Examined, OpenStore
 from tiering.records import Record
 from tiering.slot_table import Form, SlotTable
-from tiering.slots import Places, metadata_documents
+from tiering.slots import Places, allocated_nbytes, metadata_documents
+
+_log = logging.getLogger(__name__)
 
 
 class StoreWriter(OpenStore):
@@ -117,6 +120,11 @@ class StoreWriter(OpenStore):
         """The complete slots."""
         return self._slots.complete
 
+    @property
+    def generations(self) -> tuple[Generation, ...]:
+        """What the durable root lists, damaged ones too."""
+        return self.root.generations if self.root else ()
+
     # -- generations -------------------------------------------------------------------------------
 
     def make_newest(self) -> Generation:
@@ -131,6 +139,8 @@ class StoreWriter(OpenStore):
             for g in root.generations
             if g.number != manifest.generation and g.number not in self.damaged
         ]
+        for number, fault in self.damaged.items():
+            _log.warning("generation %d of %s is dropped: %s", number, self.path, fault)
         if manifest.generation == root.latest.number:
             if self.damaged:
                 self._replace_root(replace(root, generations=(*others, root.latest)))
@@ -138,6 +148,13 @@ class StoreWriter(OpenStore):
         again = replace(manifest, generation=root.latest.number + 1, parent=manifest.generation)
         assert self._table is not None  # there is a manifest
         self._publish(again, encode_table([self._table]), others)
+        _log.warning(
+            "%s: generation %d is generation %d (step %d) again",
+            self.path,
+            again.generation,
+            manifest.generation,
+            again.step,
+        )
         return self._settled_root().latest
 
     def drop_generations(self, *, keep: int) -> None:
@@ -173,7 +190,21 @@ class StoreWriter(OpenStore):
         """Remove slots that no generation and no reader needs until ``keep`` of them are left."""
         if self.working is not None:
             raise ValueError(f"slot {self.working} is being written; commit it first")
-        self._slots.drop_free(keep=keep)
+        for slot in self._slots.removable(self.generations, keep=keep)[0]:
+            self._slots.remove(slot)
+
+    def free_slots(
+        self, listed: Sequence[Generation], *, keep: int
+    ) -> tuple[Sequence[int], Sequence[int]]:
+        """Return what ``drop_free_slots`` would remove if only ``listed`` were, and what is held.
+
+        The held ones would go too, if nobody read them.
+        """
+        return self._slots.removable(listed, keep=keep)
+
+    def allocated_nbytes(self, slots: Iterable[int]) -> int:
+        """Return what the files of these slots take up on the drives."""
+        return sum(allocated_nbytes(slot, drives=self.drives) for slot in slots)
 
     def recast(self, records: Sequence[Record], places: Places, *, wait_s: float = 3600.0) -> int:
         """Make a slot for ``records`` the working slot and return it; all in it is zero.
