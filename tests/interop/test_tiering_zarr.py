@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tests.support.tiering_stores import (
-    equal_rates,
     content,
+    equal_rates,
     make_store,
     small_chunks,
     small_record,
