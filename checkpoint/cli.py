@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from checkpoint.sizes import format_size, parse_size
-from tiering.codecs import DEFAULT_CODEC
 from tiering.errors import MegatrainError, UsageError
+from tiering.records import DEFAULT_CODEC
 
 if TYPE_CHECKING:
     from checkpoint.plan import Plan
