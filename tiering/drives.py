@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from tiering import fsops
 from tiering.errors import CorruptionError, RefusedError, StorageError
 from tiering.manifest import FORMAT, encode_json, parse_object
@@ -31,6 +33,8 @@ class Drive:
     def free_nbytes(self) -> int:
         """Return what an unprivileged process may still write here."""
         status = os.statvfs(self.folder)
+        if not status.f_blocks:  # a ramfs has no size of its own: it takes what memory is left
+            return int(psutil.virtual_memory().available)
         return status.f_bavail * status.f_frsize
 
 

@@ -98,11 +98,9 @@ def _drive(place: Place, tmp_path: Path) -> Iterator[Path]:
 def test_a_run_goes_through_on_any_drive_and_says_once_how_it_is_used(
     place: Place, drive: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with small_chunks():
+    with small_chunks(), caplog.at_level(logging.WARNING):
         store = make_store(tmp_path / "store", seed=1, drives=[drive])
-        caplog.clear()
-        with caplog.at_level(logging.WARNING):
-            _train(store, steps=3)
+        _train(store, steps=3)
         with open_reader(store) as reader:
             assert_state(reader, 3)
             [access] = reader.access
@@ -119,6 +117,7 @@ def _train(store: Path, steps: int) -> None:
     """Take the store from its first state to the state ``steps``, as a run does."""
     moving = [record for record in RECORDS if not record.shared]
     with open_writer(store) as writer, Arena(1 << 20) as arena:
+        writer.reserve()
         pool = Pool(writer, {"tiny": Tier.PINNED}, {Tier.PINNED: arena})
         pool.load()
         for step in range(2, steps + 1):
