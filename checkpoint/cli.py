@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -17,6 +18,7 @@ from tiering.errors import MegatrainError, UsageError
 
 if TYPE_CHECKING:
     from checkpoint.plan import Plan
+    from checkpoint.recode import Cut
 
 EXIT_FINDINGS = 1
 EXIT_STORAGE = 5
@@ -145,7 +147,7 @@ def convert(
     from checkpoint.convert import convert as run
     from checkpoint.schema import Layout
 
-    with _progress("converting") as on_progress:
+    with _said(), _progress("converting") as on_progress:
         schema = run(
             src,
             store,
@@ -279,6 +281,105 @@ def verify(
 
         show(findings_report(findings))
     ctx.exit(0 if findings.ok else EXIT_FINDINGS)
+
+
+@cli.command()
+@click.argument("store", type=FOLDER, callback=_path)
+@click.option(
+    "--drive",
+    "drives",
+    multiple=True,
+    type=FOLDER,
+    callback=_path,
+    help="A folder on a drive to lie on from now on; repeat for each.",
+)
+@click.option("--tier", type=click.Choice(_TIERS), help="nvme: raw shards, zarr: encoded ones.")
+@click.option("--codec", metavar="NAME", help=f"Of the zarr tier.  [default: {DEFAULT_CODEC}]")
+@click.option("--shard-size", metavar="SIZE", callback=_size, help="Cut shards of about this size.")
+@_json
+def shard(
+    store: Path,
+    drives: tuple[Path, ...],
+    tier: str | None,
+    codec: str | None,
+    shard_size: int | None,
+    as_json: bool,
+) -> None:
+    """Move STORE to other drives, or encode or cut its shards in another way.
+
+    Whatever happens meanwhile, the store is whole; run the command again to go on.
+    """
+    cut = _cut(tier, codec, shard_size)
+    if not drives and cut is None:
+        raise UsageError("nothing to do: give --drive, --tier or --shard-size")
+    from checkpoint.shard import shard as run
+
+    with _said():
+        sharded = run(store, drives=drives, cut=cut, progress=_progress)
+    from checkpoint.render import shard_document, sharded_report, show
+
+    if as_json:
+        _print_json({"store": str(store), **shard_document(sharded)})
+    else:
+        show(sharded_report(sharded, str(store)))
+
+
+def _cut(tier: str | None, codec: str | None, shard_size: int | None) -> Cut | None:
+    if codec is not None and tier != "zarr":
+        raise UsageError(f"--codec {codec}: shards are encoded in the zarr tier; add --tier zarr")
+    if tier is None and shard_size is None:
+        return None
+    from checkpoint.recode import Cut
+
+    codecs = {None: None, "nvme": "", "zarr": codec or DEFAULT_CODEC}
+    return Cut(codec=codecs[tier], shard_nbytes=shard_size)
+
+
+@cli.command()
+@click.argument("store", type=FOLDER, callback=_path)
+@click.option(
+    "--drive",
+    "drives",
+    multiple=True,
+    required=True,
+    type=FOLDER,
+    callback=_path,
+    help="Where a drive of STORE is now: the folder with drive.json, or the one above it.",
+)
+@_json
+def attach(store: Path, drives: tuple[Path, ...], as_json: bool) -> None:
+    """Tell STORE where drives are that were moved or mounted elsewhere."""
+    from tiering.attaching import attach_drives
+
+    attached = attach_drives(store, drives)
+    if as_json:
+        lines = [{"drive": drive.number, "folder": str(drive.folder)} for drive in attached]
+        _print_json({"store": str(store), "drives": lines})
+    else:
+        for drive in attached:
+            click.echo(f"{store}: drive {drive.number} is at {drive.folder}")
+
+
+class _Echo(logging.Handler):
+    """Says what is logged on standard error."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one message."""
+        click.echo(record.getMessage(), err=True)
+
+
+@contextmanager
+def _said() -> Iterator[None]:
+    """Say what the drives were measured to do and how much each of them takes."""
+    logger, echo = logging.getLogger("tiering.bandwidth"), _Echo(logging.INFO)
+    before = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(echo)
+    try:
+        yield
+    finally:
+        logger.removeHandler(echo)
+        logger.setLevel(before)
 
 
 @contextmanager

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from checkpoint.export import Exported
+from checkpoint.shard import Sharded
 from checkpoint.sizes import format_size
 from checkpoint.summary import Summary, UnitLine
 from checkpoint.verify import Finding, Findings
@@ -84,11 +87,13 @@ def _units(lines: Sequence[tuple[str, UnitLine]]) -> Table:
 
 
 def _drives(summary: Summary) -> Table:
-    columns = ("drive", "bytes", "on disk", "free", "folder")
-    table = _table(*columns, right=columns[:4])
+    columns = ("drive", "share", "files", "bytes", "on disk", "free", "folder")
+    table = _table(*columns, right=columns[:-1])
     for drive in summary.drives:
         sizes = (drive.nbytes, drive.allocated_nbytes, drive.free_nbytes)
-        table.add_row(str(drive.drive), *map(format_size, sizes), drive.folder)
+        share = f"{100 * drive.share:.1f} %"
+        cells = (str(drive.drive), share, str(drive.files), *map(format_size, sizes))
+        table.add_row(*cells, drive.folder)
     return table
 
 
@@ -134,3 +139,39 @@ def exported_report(exported: Exported, out: str) -> RenderableType:
         f"{len(exported.files)} files, from generation {exported.generation} "
         f"(step {exported.step})"
     )
+
+
+def shard_document(sharded: Sharded) -> Mapping[str, Any]:
+    """Return what ``shard --json`` prints."""
+    moved, recoded = sharded.moved, sharded.recoded
+    return {
+        "moved": moved
+        and {
+            "files": moved.files,
+            "nbytes": moved.nbytes,
+            "drives": [
+                {"drive": drive.number, "share": drive.share, "folder": str(drive.folder)}
+                for drive in moved.drives
+            ],
+            "dropped": [str(folder) for folder in moved.dropped],
+        },
+        "recoded": recoded and asdict(recoded),
+    }
+
+
+def sharded_report(sharded: Sharded, store: str) -> RenderableType:
+    """Return what ``shard`` shows."""
+    lines = []
+    if moved := sharded.moved:
+        shares = ", ".join(f"{d.folder} {100 * d.share:.1f} %" for d in moved.drives)
+        lines.append(
+            f"{store}: on {len(moved.drives)} drives ({shares}); "
+            f"{moved.files} files moved, {format_size(moved.nbytes)}"
+        )
+        lines += [f"{folder} holds nothing of it any more" for folder in moved.dropped]
+    if recoded := sharded.recoded:
+        lines.append(
+            f"{store}: generation {recoded.generation}, {recoded.records} records cut anew, "
+            f"{format_size(recoded.nbytes_before)} before, {format_size(recoded.nbytes_after)} now"
+        )
+    return Text("\n".join(lines or [f"{store}: is like that already"]))

@@ -53,6 +53,7 @@ def supervise(start: Callable[[RunObserver, Stop], Outcome]) -> None:
     from megatrain.trainer import Stop
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("tiering.bandwidth").setLevel(logging.INFO)  # what each drive can do
     terminal, stop = Terminal(), Stop()
     try:
         with _stopping(stop, terminal):

@@ -79,6 +79,11 @@ def _number(value: object) -> object:
         raise ValueError(f"{value!r} is not a number") from None
 
 
+def _off(value: object) -> object:
+    """Take back what YAML 1.1 makes of a plain ``off``."""
+    return "off" if value is False else value
+
+
 Size = Annotated[PositiveInt, BeforeValidator(parse_size)]
 SizeOrZero = Annotated[NonNegativeInt, BeforeValidator(parse_size)]
 Seconds = Annotated[float, Field(gt=0), BeforeValidator(parse_duration)]
@@ -173,6 +178,12 @@ class MemoryConfig(_Section):
     slab: Literal["auto"] | Size = "auto"
     """Bytes of one staging slab."""
     gradients: Literal["auto", "ram", "disk"] = "auto"
+    lock: Annotated[Literal["auto", "required", "off"], BeforeValidator(_off)] = "auto"
+    """Whether host memory is locked, so that it cannot be swapped out; auto: as far as one may."""
+    cxl: SizeOrZero = 0
+    """Bytes of CXL memory for the weights that are streamed."""
+    cxl_nodes: Literal["auto"] | Annotated[tuple[NonNegativeInt, ...], Field(strict=False)] = "auto"
+    """NUMA nodes of that memory; auto: those without processors."""
 
 
 class StoreConfig(_Section):

@@ -10,6 +10,7 @@ from typing import Any
 
 from checkpoint.schema import Schema, Tensor
 from megatrain import engine as engines
+from megatrain import limits
 from megatrain.config import RunConfig
 from megatrain.data.dataset import Dataset, open_dataset, tokenizer_from_files
 from megatrain.planner import Plan
@@ -42,7 +43,8 @@ def open_inputs(
     Raises:
         RefusedError: The plan does not fit, or the data cannot be used with this model.
     """
-    plan = engines.make_plan(schema, records, config, engines.pick_device(config.train.device))
+    device = engines.pick_device(config.train.device)
+    plan = engines.make_plan(schema, records, config, device)
     first = engines.trained_units(schema)[0].tensors
     check_length(config.data.max_seq_len, files.get(CONFIG, b"{}"), first[1:])
     if config.train.warmup_steps >= config.train.steps:
@@ -58,6 +60,12 @@ def open_inputs(
         vocab_size=first[0].shape[0],
         skip_bad_lines=config.data.skip_bad_lines,
     )
+    try:
+        planning = engines.planning(schema, records, device)
+        plan = limits.measured(plan, schema, files, config, device, planning)
+    except BaseException:
+        dataset.close()
+        raise
     return Inputs(plan=plan, dataset=dataset)
 
 

@@ -78,6 +78,9 @@ DEVICE_ARENAS = frozenset(
 )
 
 
+RESIDENT = frozenset({Tier.PINNED, Tier.CXL})  # tiers that the host can address
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Take:
     """A hold on ``nbytes`` of the ``index``-th slab of an arena."""
@@ -145,4 +148,4 @@ class Step:
 
     def resident(self, unit: str, role: str) -> bool:
         """Return whether that record lives in memory that the host can address."""
-        return self.tier(unit, role) in (Tier.PINNED, Tier.CXL)
+        return self.tier(unit, role) in RESIDENT

@@ -251,11 +251,13 @@ class Trainer:
 
     def _traffic(self) -> dict[Tier, Traffic]:
         stage = self.engine.stage
-        ram = stage.ram_traffic
-        moved = {Tier.PINNED: Traffic(read=ram.read, written=ram.written)}
+        moved = {
+            tier: Traffic(read=found.read, written=found.written)
+            for tier, found in stage.resident_traffic.items()
+        }
         for tier in (Tier.NVME, Tier.ZARR):
-            found = stage.pool.traffic[tier]
-            moved[tier] = Traffic(read=found.read_bytes, written=found.written_bytes)
+            drives = stage.pool.traffic[tier]
+            moved[tier] = Traffic(read=drives.read_bytes, written=drives.written_bytes)
         if stage.scratch is not None:
             moved[Tier.NVME].add(read=stage.scratch.read_bytes, written=stage.scratch.written_bytes)
         return moved

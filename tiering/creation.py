@@ -10,15 +10,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from tiering import fsops
-from tiering.drives import Drive, create_drive, plan_drives
+from tiering import bandwidth, fsops
+from tiering.bandwidth import Measure, with_shares
+from tiering.drives import Drive, create_drive, is_ours, plan_drives
 from tiering.errors import RefusedError, StorageError
 from tiering.generations import MARKER, ROOT
 from tiering.lock import StoreLock
 from tiering.manifest import encode_json
 from tiering.records import Record
 from tiering.schema_files import write_schema_files
-from tiering.slots import metadata_documents, round_robin
+from tiering.shares import spread
+from tiering.slots import metadata_documents
+from tiering.space import slots_nbytes
 from tiering.writer import StoreWriter
 from tiering.zarr_documents import group_document
 
@@ -35,11 +38,13 @@ def create_store(
     schema_files: Mapping[str, bytes],
     drives: Sequence[Path] = (),
     slots: int = 1,
+    measure: Measure = bandwidth.measure,
 ) -> Iterator[StoreWriter]:
     """Lend the writer of a new store, with slot 0 as its working slot and all records zero.
 
     The store exists from its first commit on. Leaving without one, by an exception or not,
-    removes everything that was made. Without ``drives`` the shards lie inside the store.
+    removes everything that was made. Without ``drives`` the shards lie inside the store; several
+    are measured, and each gets its share of the shards.
 
     Raises:
         RefusedError: There is a store already, or a folder with other things in it.
@@ -57,6 +62,7 @@ def create_store(
     with _locked(store, made) as store_lock:
         _clear_remains(store)
         try:
+            plan = with_shares(plan, slots_nbytes(records, max(2, slots)), measure=measure)
             with _created(store, uuid, plan, records, schema_files, slots, store_lock) as writer:
                 yield writer
         finally:
@@ -97,7 +103,7 @@ def _created(
         records={record.name: record for record in records},
         documents=metadata_documents(records),
         drives=plan,
-        places=round_robin(records, len(plan)),
+        places=spread(records, {drive.number: drive.share for drive in plan}),
         store_lock=store_lock,
     )
     with writer:
@@ -152,8 +158,8 @@ def _clear_remains(store: Path) -> None:
 
 
 def _dismantle(store: Path, uuid: str, folders: Sequence[Path]) -> None:
-    for folder in folders:
-        if _is_ours(folder, uuid):
+    for number, folder in enumerate(folders):
+        if is_ours(folder, uuid, number):
             _remove_drive(folder)
     for name in _PARTS:
         fsops.remove_tree(store / name)
@@ -166,16 +172,6 @@ def _remove_drive(folder: Path) -> None:
         if path.name != "drive.json":  # the label goes last: it says that the rest may go
             fsops.remove_tree(path)
     fsops.remove_tree(folder)
-
-
-def _is_ours(folder: Path, uuid: str) -> bool:
-    """Whether a drive folder was made by the creation ``uuid``; the label is its first file."""
-    if not folder.is_dir():
-        return False
-    try:
-        return bool(json.loads((folder / "drive.json").read_bytes())["uuid"] == uuid)
-    except (OSError, ValueError, TypeError, KeyError):
-        return {entry.name for entry in folder.iterdir()} <= {"drive.json"}
 
 
 def _abandon(store: Path, made: bool) -> None:

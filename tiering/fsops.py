@@ -199,6 +199,12 @@ def fsync_file(path: Path) -> None:
         os.fsync(fd)
 
 
+def fsync_open(fd: int, path: Path) -> None:
+    """Make content and length of an open file durable."""
+    with _step("fsync", path):
+        os.fsync(fd)
+
+
 def fsync_dir(path: Path) -> None:
     """Make the names in the folder ``path`` durable."""
     with _descriptor(path, os.O_RDONLY | os.O_DIRECTORY) as fd, _step("fsync folder", path):

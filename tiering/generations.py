@@ -81,6 +81,11 @@ def publish(store: Path, root: Root, manifest: bytes, table: bytes) -> None:
     fsops.write_file(folder / "manifest.json", manifest)
     fsops.fsync_dir(folder)
     fsops.fsync_dir(folder.parent)
+    replace_root(store, root)
+
+
+def replace_root(store: Path, root: Root) -> None:
+    """Make ``root`` visible and durable; what it names is durable already."""
     temporary = store / f"{ROOT}.new"
     fsops.unlink(temporary, missing_ok=True)
     fsops.write_file(temporary, root.encode())

@@ -53,10 +53,13 @@ class Generation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Root:
-    """The pointer: which generations exist, the last of them the current one."""
+    """The pointer: which generations exist, the last of them the current one.
+
+    ``drives`` maps the number of each drive to its share of the bytes of new shards.
+    """
 
     uuid: str
-    drives: int
+    drives: Mapping[int, float]
     schema: str
     generations: tuple[Generation, ...]
 
@@ -79,7 +82,7 @@ class Root:
             "step": self.latest.step,
             "manifest": f"{self.latest.folder}/manifest.json",
             "sha256": self.latest.digest,
-            "drives": self.drives,
+            "drives": [{"drive": n, "share": share} for n, share in self.drives.items()],
             "schema": self.schema,
             "generations": [
                 {
@@ -108,13 +111,29 @@ class Root:
         _check_format(fields)
         root = cls(
             uuid=fields.pattern("uuid", _UUID),
-            drives=fields.integer("drives", 1),
+            drives=_drives(fields),
             schema=fields.pattern("schema", _DIGEST),
             generations=tuple(_generation(g) for g in fields.items("generations")),
         )
         _check_pointer(fields, root)
         fields.finish()
         return root
+
+
+def _drives(fields: _Fields) -> dict[int, float]:
+    pairs = [_drive(item) for item in fields.items("drives")]
+    numbers = [number for number, _ in pairs]
+    if not numbers or numbers != sorted(set(numbers)):
+        raise fields.error("drives", numbers, "ascending numbers, at least one")
+    if not any(share for _, share in pairs):
+        raise fields.error("drives", pairs, "a share above 0 in at least one")
+    return dict(pairs)
+
+
+def _drive(fields: _Fields) -> tuple[int, float]:
+    drive = fields.integer("drive", 0), fields.fraction("share")
+    fields.finish()
+    return drive
 
 
 def _generation(fields: _Fields) -> Generation:
@@ -293,6 +312,12 @@ def file_lengths(record: Record) -> tuple[int, ...] | None:
     return tuple(geometry.file_nbytes(shard) for shard in range(geometry.shard_count))
 
 
+def plain_lengths(records: Mapping[str, Record]) -> dict[str, tuple[int, ...]]:
+    """Return the lengths of the files of every record without a codec."""
+    lengths = {name: file_lengths(record) for name, record in records.items()}
+    return {name: found for name, found in lengths.items() if found is not None}
+
+
 def entries(
     records: Sequence[Record], encoded: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 ) -> dict[str, Entry]:
@@ -406,6 +431,12 @@ class _Fields:
         if not isinstance(value, list) or not all(map(_is_integer, value)):
             raise self.error(key, value, "a list of integers")
         return tuple(value)
+
+    def fraction(self, key: str) -> float:
+        value = self.value(key)
+        if not (_is_integer(value) or isinstance(value, float)) or not 0 <= value <= 1:
+            raise self.error(key, value, "a number from 0 to 1")
+        return float(value)
 
     def boolean(self, key: str) -> bool:
         value = self.value(key)

@@ -127,7 +127,8 @@ class OpenStore:
         self._open_files, self._writable = per_drive, writable
         self.backends: tuple[DriveBackend, ...] = self._open_backends("posix")
         self._encoded: dict[int, Zarr3Backend] = {}
-        self._files = RecordFiles(lambda drive: self.backends[drive], self._encoded_backend)
+        places = {drive.number: place for place, drive in enumerate(self.drives)}
+        self._files = RecordFiles(lambda drive: self.backends[places[drive]], self._encoded_backend)
 
     def _encoded_backend(self, drive: int) -> Zarr3Backend:
         """Return what moves the encoded shards of a drive; most stores have none."""

@@ -32,17 +32,6 @@ class Shard:
 Locations = Mapping[str, tuple[Shard, ...]]  # record name -> its shards in order
 
 
-def round_robin(records: Sequence[Record], drive_count: int) -> Places:
-    """Return a place for every shard, so that consecutive shards lie on different drives."""
-    places = {}
-    following = 0
-    for record in records:
-        count = record.geometry.shard_count
-        places[record.name] = tuple((following + i) % drive_count for i in range(count))
-        following += count
-    return places
-
-
 def slot_folder(store: Path, slot: int) -> Path:
     """Return the folder of ``slot``."""
     return store / "slots" / str(slot)
@@ -58,6 +47,16 @@ def _shared_prefix(record: Record) -> str:
     if record.codec is None and record.shard_nbytes == SHARD_NBYTES:
         return SHARED
     return f"{SHARED}-{record.codec or 'plain'}-{record.shard_nbytes}"
+
+
+def link_target(drive: int | str, name: str) -> str:
+    """Return what the link to the shard file ``name`` says."""
+    return f"../../../../drives/{drive}/{name}"
+
+
+def link_path(store: Path, slot: int, record: str, shard: int) -> Path:
+    """Return the link of a slot to one of its shards, which is the shard's key in Zarr."""
+    return slot_folder(store, slot) / record / "c" / str(shard)
 
 
 def metadata_documents(records: Sequence[Record]) -> dict[str, bytes]:
@@ -81,6 +80,7 @@ def create_slot(
     metadata comes last: a slot without it was not finished.
     """
     folder = slot_folder(store, slot)
+    by_number = {drive.number: drive for drive in drives}
     fsops.make_dir(folder)
     for record in records:
         array = folder / record.name
@@ -89,8 +89,8 @@ def create_slot(
         fsops.create_file(array / "zarr.json", documents[f"{record.name}/zarr.json"])
         for shard, number in enumerate(places[record.name]):
             name = file_name(slot, record, shard)
-            _create_shard(drives[number].folder / name, record, shard)
-            fsops.symlink(f"../../../../drives/{number}/{name}", array / "c" / str(shard))
+            _create_shard(by_number[number].folder / name, record, shard)
+            fsops.symlink(link_target(number, name), array / "c" / str(shard))
     fsops.create_file(folder / "zarr.json", documents["zarr.json"])
 
 
@@ -105,17 +105,17 @@ def delete_slot(store: Path, slot: int, *, drives: Sequence[Drive]) -> None:
         for path in sorted(drive.folder.glob(f"{slot}.*")):
             fsops.unlink(path)
     fsops.remove_tree(slot_folder(store, slot))
-    shared = [p for drive in drives for p in sorted(drive.folder.glob(f"{SHARED}*"))]
-    linked = _linked_names(store) if shared else frozenset()
-    for path in shared:
-        if path.name not in linked:
+    shared = [(d.number, path) for d in drives for path in sorted(d.folder.glob(f"{SHARED}*"))]
+    linked = _link_targets(store) if shared else frozenset()
+    for number, path in shared:
+        if link_target(number, path.name) not in linked:
             fsops.unlink(path)
 
 
-def _linked_names(store: Path) -> frozenset[str]:
-    """Return the names of the shard files that the slots link to."""
+def _link_targets(store: Path) -> frozenset[str]:
+    """Return what the links of all slots say."""
     links = (store / "slots").glob("*/*/c/*")
-    return frozenset(os.path.basename(os.readlink(link)) for link in links if link.is_symlink())
+    return frozenset(os.readlink(link) for link in links if link.is_symlink())
 
 
 def existing_slots(store: Path) -> list[int]:
@@ -182,12 +182,12 @@ def _locate_shard(link: Path, name: str, drives: Sequence[Drive], nbytes: int | 
             f"{link}: {error.strerror}, expected a link to shard {name}"
         ) from error
     match = _TARGET.fullmatch(target)
-    if not match or match[2] != name or int(match[1]) >= len(drives):
+    drive = next((d for d in drives if match and d.number == int(match[1])), None)
+    if drive is None or not match or match[2] != name:
+        numbers = ", ".join(str(d.number) for d in drives)
         raise CorruptionError(
-            f"{link}: links to {target}, expected ../../../../drives/N/{name} "
-            f"with N below {len(drives)}"
+            f"{link}: links to {target}, expected {link_target('N', name)} with N one of {numbers}"
         )
-    drive = drives[int(match[1])]
     _check_length(drive, drive.folder / name, link, nbytes)
     return Shard(drive=drive.number, path=drive.folder / name)
 

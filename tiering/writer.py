@@ -26,7 +26,7 @@ from tiering.manifest import (
     digest,
     encode_table,
     entries,
-    file_lengths,
+    plain_lengths,
 )
 from tiering.opened import ChunkRef, OpenGeneration, OpenStore, open_generation
 from tiering.records import Record
@@ -174,11 +174,7 @@ class StoreWriter(OpenStore):
             slot,
             records=list(self.records.values()),
             drives=self.drives,
-            lengths={
-                name: lengths
-                for name, record in self.records.items()
-                if (lengths := file_lengths(record)) is not None
-            },
+            lengths=plain_lengths(self.records),
         )
         self._files.attach(slot, self.records, locations)
         self._slots.add(slot)
@@ -404,7 +400,7 @@ class StoreWriter(OpenStore):
         before = self.root.generations if self.root else ()
         return Root(
             uuid=self._uuid,
-            drives=len(self.drives),
+            drives={drive.number: drive.share for drive in self.drives},
             schema=self._schema,
             generations=(*before, generation)[-retain:],
         )

@@ -145,6 +145,25 @@ def _update(pool: Pool, record: Record, step: int) -> Table:
 
 
 @pytest.mark.root
+@pytest.mark.parametrize("filesystem", ["tmpfs", "ramfs"])
+def test_a_run_whose_drive_is_memory_counts_it_as_memory(tmp_path: Path, filesystem: str) -> None:
+    from tests.support.runs import run_config, tiny_llama, token_rows, train
+
+    model, data = tiny_llama(tmp_path / "model"), token_rows(tmp_path / "rows.jsonl")
+    with memory_mount(tmp_path, filesystem) as memory:
+        places = {"store__drives": [str(memory)], "memory__gradients": "disk"}
+        config = run_config(model, data, tmp_path / "run", memory__resident=1, **places)
+        seen = train(config)
+        shards = [path.stat() for path in memory.rglob("*.*.*.*")]
+    assert [row["step"] for row in seen.rows] == [1, 2, 3]
+    assert seen.plan is not None
+    assert seen.plan.footprint is not None
+    index_nbytes = 4096 * len(shards)
+    taken = sum(512 * status.st_blocks for status in shards) - index_nbytes
+    assert 0 < taken <= seen.plan.footprint.stored
+
+
+@pytest.mark.root
 def test_the_larger_of_the_alignments_that_a_drive_asks_for_is_enough_everywhere(
     place: Place, drive: Path
 ) -> None:
