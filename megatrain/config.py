@@ -27,6 +27,7 @@ from pydantic import (
 from megatrain import runfile
 from megatrain.lr_schedule import Schedule
 from tiering.errors import UsageError
+from tiering.records import DEFAULT_CODEC
 
 _SIZE_UNITS: Mapping[str, int] = {"B": 1} | {
     f"{prefix}{suffix}": base**power
@@ -76,6 +77,11 @@ def _number(value: object) -> object:
         return float(value)
     except ValueError:
         raise ValueError(f"{value!r} is not a number") from None
+
+
+def _off(value: object) -> object:
+    """Take back what YAML 1.1 makes of a plain ``off``."""
+    return "off" if value is False else value
 
 
 Size = Annotated[PositiveInt, BeforeValidator(parse_size)]
@@ -172,6 +178,12 @@ class MemoryConfig(_Section):
     slab: Literal["auto"] | Size = "auto"
     """Bytes of one staging slab."""
     gradients: Literal["auto", "ram", "disk"] = "auto"
+    lock: Annotated[Literal["auto", "required", "off"], BeforeValidator(_off)] = "auto"
+    """Whether host memory is locked, so that it cannot be swapped out; auto: as far as one may."""
+    cxl: SizeOrZero = 0
+    """Bytes of CXL memory for the weights that are streamed."""
+    cxl_nodes: Literal["auto"] | Annotated[tuple[NonNegativeInt, ...], Field(strict=False)] = "auto"
+    """NUMA nodes of that memory; auto: those without processors."""
 
 
 class StoreConfig(_Section):
@@ -180,6 +192,10 @@ class StoreConfig(_Section):
     drives: tuple[Location, ...] = Field(default=(), strict=False)
     """Folders to stripe a new store over; default: inside it. A store keeps those it has."""
     layout: Literal["fp32", "split", "split8"] = "fp32"
+    tier: Literal["nvme", "zarr"] = "nvme"
+    """Of a new store: raw shards that are overwritten in place, or encoded ones, replaced."""
+    codec: str = DEFAULT_CODEC
+    """Of the zarr tier; ``none`` keeps the bytes as they are, with a checksum."""
     commit_every: Literal["auto"] | PositiveInt = "auto"
     """Steps between commits."""
     max_lost: Seconds = 1800.0
@@ -197,6 +213,21 @@ class StoreConfig(_Section):
         if value != "fp32":
             raise ValueError(f"layout {value} is not built yet; use fp32")
         return value
+
+    @field_validator("codec")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        from tiering.codecs import Codec
+
+        try:
+            return str(Codec.named(value))
+        except UsageError as error:
+            raise ValueError(str(error)) from None
+
+    @property
+    def codec_in_use(self) -> str | None:
+        """The codec of a new store's records; None in the nvme tier."""
+        return self.codec if self.tier == "zarr" else None
 
 
 class RunConfig(_Section):

@@ -12,21 +12,23 @@ import torch
 
 from checkpoint.checked import CheckedReader
 from checkpoint.schema import Layout, Schema, Tensor, Unit
-from megatrain.config import RunConfig
+from megatrain import knobs
+from megatrain.config import MemoryConfig, RunConfig
 from megatrain.executor import Applied, Executor
+from megatrain.footprint import RAISE_LOCK
 from megatrain.lanes import make_lanes
-from megatrain.limits import require_memory
 from megatrain.memory import Memory
 from megatrain.model.streamed import StreamedModel
 from megatrain.ops import Kind
 from megatrain.optimizer import CpuAdam
-from megatrain.planner import Budget, Plan, fit
+from megatrain.planner import Budget, DoesNotFitError, Plan, fit, smallest
 from megatrain.shape import PIECE, Shape, UnitShape
 from megatrain.side_files import as_folder
 from megatrain.stage import TORCH_DTYPES, Stage, held
 from megatrain.update import Update
 from tiering.arena import Arena
-from tiering.errors import RefusedError
+from tiering.backends import cxl
+from tiering.errors import CapacityError, RefusedError
 from tiering.pool import Pool
 from tiering.records import ITEMSIZE, Record, Tier
 from tiering.scratch import Scratch
@@ -81,35 +83,69 @@ def shape_of(schema: Schema, config: RunConfig) -> Shape:
     )
 
 
-def trained_records(schema: Schema) -> Mapping[str, Record]:
-    """Return the records that training updates, by name."""
-    return {
-        record.name: record
-        for unit in trained_units(schema)
-        for record in (schema.record(unit, role) for role in schema.roles(unit))
-    }
-
-
-def make_plan(schema: Schema, config: RunConfig, device: torch.device) -> Plan:
-    """Return the plan of a run.
+def make_plan(
+    schema: Schema, records: Mapping[str, Record], config: RunConfig, device: torch.device
+) -> Plan:
+    """Return the plan of a run on a store that has ``records``, as far as its arenas go.
 
     Raises:
-        CapacityError: It does not fit into ``memory.ram``, this machine or its GPU.
+        CapacityError: It does not fit into ``memory.ram``.
+        RefusedError: It asks for CXL memory, and there is none.
     """
-    memory, shape = config.memory, shape_of(schema, config)
+    if config.memory.cxl:
+        cxl_nodes(config.memory)
+    try:
+        return _fitted(schema, records, config, device)
+    except DoesNotFitError as refusal:
+        hint = _hint(schema, records, config, device, refusal.plan)
+        raise DoesNotFitError(refusal.plan, hint) from None
+
+
+def planning(
+    schema: Schema, records: Mapping[str, Record], device: torch.device
+) -> Callable[[RunConfig], Plan]:
+    """Return what plans a run on a store with any settings."""
+    return lambda config: _fitted(schema, records, config, device)
+
+
+def _fitted(
+    schema: Schema, records: Mapping[str, Record], config: RunConfig, device: torch.device
+) -> Plan:
+    shape = shape_of(schema, config)
+    return fit(shape, records, _budget(config, shape, device))
+
+
+def _budget(config: RunConfig, shape: Shape, device: torch.device) -> Budget:
+    memory = config.memory
     slab = memory.slab
     length = None if slab == "auto" else max(PIECE, slab // shape.compute_itemsize // PIECE * PIECE)
-    keep = {"auto": None, "ram": True, "disk": False}[memory.gradients]
-    budget = Budget(
+    return Budget(
         ram=memory.ram,
         device_in_ram=device.type == "cpu",
         resident=None if memory.resident == "auto" else memory.resident,
         slab_length=length,
-        gradients_in_ram=keep,
+        gradients_in_ram={"auto": None, "ram": True, "disk": False}[memory.gradients],
+        cxl=memory.cxl,
     )
-    plan = fit(shape, trained_records(schema), budget)
-    require_memory(plan, device)
-    return plan
+
+
+def _hint(
+    schema: Schema,
+    records: Mapping[str, Record],
+    config: RunConfig,
+    device: torch.device,
+    least: Plan,
+) -> str:
+    """Say how a run fits whose smallest plan is too large for ``memory.ram``."""
+
+    def need(other: RunConfig) -> int:
+        shape = shape_of(schema, other)
+        return smallest(shape, records, _budget(other, shape, device)).host_nbytes
+
+    now, limit = least.host_nbytes, config.memory.ram
+    values = knobs.ladders(config, least, now - limit)
+    found = knobs.advise(config, values, need, now=now, limit=limit)
+    return f"raise memory.ram to {-(-now >> 20)}MiB; to stay within it, {knobs.listed(found)}"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -135,9 +171,10 @@ def start(
     """Allocate what the plan says, load the resident records, and give it all back at the end."""
     train = config.train
     with ExitStack() as stack:
-        host = stack.enter_context(Arena(plan.host_nbytes))
+        arenas = _arenas(plan, config, stack)
+        host = arenas[Tier.PINNED]
         stack.callback(gc.collect)  # tensors that alias the arena must be gone before it closes
-        pool = Pool(store, plan.step.placement, {Tier.PINNED: host})
+        pool = Pool(store, plan.step.placement, arenas)
         stack.callback(pool.close)
         pool.load()
         memory = Memory(plan.arenas, host=host, device=device)
@@ -163,6 +200,29 @@ def start(
         executor = Executor(stage, update, lanes, max_norm=train.max_grad_norm, commit=commit)
         yield Engine(stage=stage, executor=executor, update=update)
         del executor, update, stage, model, memory, pool
+
+
+def _arenas(plan: Plan, config: RunConfig, stack: ExitStack) -> Mapping[Tier, Arena]:
+    """Allocate what the plan says, and nothing else of that size afterwards."""
+    memory = config.memory
+    lock = plan.footprint is None or plan.footprint.lock
+    found = {Tier.PINNED: stack.enter_context(Arena(plan.host_nbytes, lock))}
+    if plan.cxl_nbytes:
+        nodes = cxl_nodes(memory)
+        found[Tier.CXL] = stack.enter_context(Arena(plan.cxl_nbytes, lock, nodes=nodes))
+    if memory.lock == "required" and not all(arena.locked for arena in found.values()):
+        raise CapacityError(f"memory.lock is required, but memory was not locked; {RAISE_LOCK}")
+    return found
+
+
+def cxl_nodes(memory: MemoryConfig) -> tuple[int, ...]:
+    """Return the NUMA nodes that hold CXL memory.
+
+    Raises:
+        RefusedError: There are none, or not those that were named.
+    """
+    named = () if memory.cxl_nodes == "auto" else memory.cxl_nodes
+    return tuple(node.number for node in cxl.choose_nodes(named))
 
 
 def _check_gathered(plan: Plan, pool: Pool, memory: Memory) -> None:

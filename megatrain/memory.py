@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatrain.ops import DEVICE_ARENAS, ArenaName, Take
-from megatrain.planner import Arenas
+from megatrain.planner import Arenas, slab_name
 from tiering.arena import Arena
 
 
@@ -28,7 +28,7 @@ class Memory:
         if self.device.type != "cpu" and name in DEVICE_ARENAS:
             tensor = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
         else:
-            view = host.take(f"{name} {index}", nbytes)
+            view = host.take(slab_name(name, index), nbytes)
             self._views[name, index] = view
             tensor = torch.frombuffer(view, dtype=torch.uint8)
         self._tensors[name, index] = tensor

@@ -78,6 +78,9 @@ DEVICE_ARENAS = frozenset(
 )
 
 
+RESIDENT = frozenset({Tier.PINNED, Tier.CXL})  # tiers that the host can address
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Take:
     """A hold on ``nbytes`` of the ``index``-th slab of an arena."""
@@ -118,11 +121,15 @@ class Op:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What one step is scheduled for: the shape, the sizes chosen, the place of each record."""
+    """What one step is scheduled for: the shape, the sizes chosen, the place of each record.
+
+    ``homes`` are the tiers of the records' shards, to which what lives in memory is flushed.
+    """
 
     shape: Shape
     sizes: Sizes
     placement: Mapping[str, Tier]
+    homes: Mapping[str, Tier]
     device_in_ram: bool = False
     commit: bool = True
 
@@ -141,4 +148,4 @@ class Step:
 
     def resident(self, unit: str, role: str) -> bool:
         """Return whether that record lives in memory that the host can address."""
-        return self.tier(unit, role) in (Tier.PINNED, Tier.CXL)
+        return self.tier(unit, role) in RESIDENT

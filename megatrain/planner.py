@@ -10,7 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megatrain.ops import DEVICE_ARENAS, ArenaName, Kind, Lane, Op, Step, Take
+from megatrain.footprint import Footprint
+from megatrain.ops import DEVICE_ARENAS, RESIDENT, ArenaName, Kind, Lane, Op, Step, Take
 from megatrain.schedule import build
 from megatrain.shape import MOMENTS, PIECE, Shape, Sizes
 from tiering.errors import CapacityError
@@ -24,13 +25,14 @@ Arenas = Mapping[ArenaName, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """What a run may use; ``None`` leaves the choice to the planner."""
+    """Bytes that a run may use: of RAM, and of CXL memory; ``None`` leaves it to the planner."""
 
     ram: int
     device_in_ram: bool
     resident: int | None = None
     slab_length: int | None = None
     gradients_in_ram: bool | None = None
+    cxl: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,13 +45,17 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A step's schedule with the memory it needs and the bytes it moves."""
+    """A step's schedule with the memory it needs and the bytes it moves.
+
+    ``footprint`` is what comes on top of the arenas, once it is known.
+    """
 
     step: Step
     ops: tuple[Op, ...]
     arenas: Arenas
     records: Mapping[str, Record]
     ram: int
+    footprint: Footprint | None = None
 
     @property
     def resident_nbytes(self) -> int:
@@ -62,11 +68,54 @@ class Plan:
         return tier_nbytes(self.records, self.step.placement)
 
     @property
+    def on_drives(self) -> bool:
+        """Whether any record lives on a drive."""
+        return any(tier not in RESIDENT for tier in self.step.placement.values())
+
+    @property
     def host_nbytes(self) -> int:
-        """Bytes of host memory that the run allocates: records, then arenas."""
+        """Bytes of RAM that the run allocates for records and slabs."""
         return self.resident_nbytes + sum(
             sum(slabs) for name, slabs in self.arenas.items() if self.on_host(name)
         )
+
+    @property
+    def cxl_nbytes(self) -> int:
+        """Bytes of CXL memory that the run allocates for records."""
+        return self.tiers.get(Tier.CXL, 0)
+
+    @property
+    def arenas_nbytes(self) -> int:
+        """Bytes of host memory that the run allocates, of both kinds."""
+        return self.host_nbytes + self.cxl_nbytes
+
+    @property
+    def device_nbytes(self) -> int:
+        """Bytes that the run allocates on a device with memory of its own."""
+        return sum(sum(slabs) for name, slabs in self.arenas.items() if not self.on_host(name))
+
+    @property
+    def total_nbytes(self) -> int:
+        """Bytes of the whole process at most, as far as they are known."""
+        return self.arenas_nbytes + (self.footprint.nbytes if self.footprint else 0)
+
+    def tables(self) -> Mapping[Tier, list[tuple[str, int]]]:
+        """Return name and bytes of everything that is taken of each host arena, in order."""
+        found = {
+            tier: [
+                (name, self.records[name].padded_nbytes)
+                for name, place in self.step.placement.items()
+                if place is tier
+            ]
+            for tier in (Tier.PINNED, Tier.CXL)
+        }
+        found[Tier.PINNED] += [
+            (slab_name(name, index), nbytes)
+            for name, slabs in self.arenas.items()
+            for index, nbytes in enumerate(slabs)
+            if nbytes and self.on_host(name)
+        ]
+        return found
 
     def on_host(self, arena: ArenaName) -> bool:
         """Return whether an arena counts against ``memory.ram``."""
@@ -98,6 +147,11 @@ class Plan:
     def without_commit(self) -> tuple[Op, ...]:
         """Return the operations of a step that is not committed."""
         return build(replace(self.step, commit=False))
+
+
+def slab_name(arena: ArenaName, index: int) -> str:
+    """Return how a slab is called among what is taken of its arena."""
+    return f"{arena} {index}"
 
 
 def traffic(ops: Iterable[Op]) -> Mapping[Tier, Traffic]:
@@ -135,6 +189,20 @@ def tier_nbytes(records: Mapping[str, Record], placement: Mapping[str, Tier]) ->
     return dict(total)
 
 
+class DoesNotFitError(CapacityError):
+    """Not even the smallest plan fits; ``plan`` is that one, the message has its needs."""
+
+    def __init__(self, plan: Plan, hint: str = "") -> None:
+        self.plan = plan
+        hint = hint or (
+            "raise memory.ram, or lower train.micro_batch, train.accumulate or data.max_seq_len"
+        )
+        super().__init__(
+            f"memory.ram is {plan.ram / 2**20:.1f} MiB, the smallest plan needs "
+            f"{plan.host_nbytes / 2**20:.1f} MiB:\n{needs(plan)}\n{hint}"
+        )
+
+
 def fit(shape: Shape, records: Mapping[str, Record], budget: Budget) -> Plan:
     """Return the best plan within the budget.
 
@@ -142,17 +210,20 @@ def fit(shape: Shape, records: Mapping[str, Record], budget: Budget) -> Plan:
     left holds records, weights before optimizer state.
 
     Raises:
-        CapacityError: Not even the smallest slabs fit; the message is the table of needs.
+        DoesNotFitError: Not even the smallest slabs fit.
     """
-    smallest: Plan | None = None
     for sizes in candidates(shape, budget):
         bare = assemble(shape, records, sizes, budget, resident=0)
         if bare.host_nbytes <= budget.ram:
             return _with_records(bare, budget)
-        if smallest is None or bare.host_nbytes < smallest.host_nbytes:
-            smallest = bare
-    assert smallest is not None  # candidates() is never empty
-    raise CapacityError(refusal(smallest))
+    raise DoesNotFitError(smallest(shape, records, budget))
+
+
+def smallest(shape: Shape, records: Mapping[str, Record], budget: Budget) -> Plan:
+    """Return the plan that needs the least, whether it fits or not."""
+    last = {sizes.gradients_in_ram: sizes for sizes in candidates(shape, budget)}
+    bare = [assemble(shape, records, sizes, budget, resident=0) for sizes in last.values()]
+    return min(bare, key=lambda plan: plan.host_nbytes)
 
 
 def _with_records(bare: Plan, budget: Budget) -> Plan:
@@ -160,9 +231,13 @@ def _with_records(bare: Plan, budget: Budget) -> Plan:
     shape, sizes, records = bare.step.shape, bare.step.sizes, bare.records
     cap = budget.ram if budget.resident is None else budget.resident
     everything = sum(record.padded_nbytes for record in records.values())
-    if everything <= cap:
+    if everything <= cap + budget.cxl:
         whole = assemble(shape, records, sizes, budget, resident=everything)
-        if whole.host_nbytes <= budget.ram:
+        slabs = whole.host_nbytes - whole.resident_nbytes
+        room = min(cap, budget.ram - slabs)
+        if room < everything:  # then some of it goes to cxl
+            whole = assemble(shape, records, sizes, budget, resident=room)
+        if whole.host_nbytes <= budget.ram and not whole.on_drives:
             return whole
     room = min(cap, budget.ram - bare.host_nbytes)
     return assemble(shape, records, sizes, budget, resident=room)
@@ -206,9 +281,19 @@ def assemble(
 ) -> Plan:
     """Return the plan for given sizes and ``resident`` bytes of records in RAM."""
     order = placement_order(shape, records)
-    total = sum(record.padded_nbytes for record in order)
-    placement = place(order, {Tier.PINNED: resident, Tier.NVME: total})
-    step = Step(shape=shape, sizes=sizes, placement=placement, device_in_ram=budget.device_in_ram)
+    weights = {f"{unit.name}.{shape.streamed}" for unit in shape.units}
+    placement = place(
+        order,
+        {Tier.PINNED: resident, Tier.CXL: budget.cxl},
+        tolerant=weights if shape.streamed not in shape.updated_roles else set(),
+    )
+    step = Step(
+        shape=shape,
+        sizes=sizes,
+        placement=placement,
+        homes={record.name: record.tier for record in order},
+        device_in_ram=budget.device_in_ram,
+    )
     ops = build(step)
     return Plan(
         step=step,
@@ -233,15 +318,18 @@ def placement_order(shape: Shape, records: Mapping[str, Record]) -> Sequence[Rec
     return [records[name] for name in names]
 
 
-def refusal(plan: Plan) -> str:
-    """Return the message for a run that does not fit: needs, and the knobs that would help."""
-    needs = sorted(
-        ((sum(slabs), name) for name, slabs in plan.arenas.items() if plan.on_host(name)),
-        reverse=True,
-    )
-    table = "\n".join(f"  {name:<22}{size / 2**20:>10.1f} MiB" for size, name in needs)
-    return (
-        f"memory.ram is {plan.ram / 2**20:.1f} MiB, the smallest plan needs "
-        f"{plan.host_nbytes / 2**20:.1f} MiB:\n{table}\n"
-        f"raise memory.ram, or lower train.micro_batch, train.accumulate or data.max_seq_len"
+def needs(plan: Plan) -> str:
+    """Return the table of what ``plan`` needs of host memory, the largest first."""
+    rows = [(sum(slabs), str(name)) for name, slabs in plan.arenas.items() if plan.on_host(name)]
+    rows += [(plan.resident_nbytes, str(ArenaName.RECORDS)), (plan.cxl_nbytes, "records in cxl")]
+    if found := plan.footprint:
+        rows += [
+            (found.imports, "imports"),
+            (found.workspace.nbytes, "workspace"),
+            (found.stored, "store on drives that are memory"),
+        ]
+    return "\n".join(
+        f"  {name:<32}{nbytes / 2**20:>10.1f} MiB"
+        for nbytes, name in sorted(rows, reverse=True)
+        if nbytes
     )

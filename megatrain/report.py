@@ -6,6 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from megatrain.footprint import RAISE_LOCK, Footprint
 from megatrain.ops import ArenaName, Lane
 from megatrain.planner import Plan
 from tiering.records import Tier
@@ -23,7 +24,8 @@ def size(nbytes: float) -> str:
 
 def plan_report(plan: Plan, *, slots: int) -> RenderableType:
     """Return the tables that a run prints before it allocates anything."""
-    return Group(_summary(plan), _tiers(plan, slots), _arenas(plan), _traffic(plan))
+    parts = [_summary(plan), _tiers(plan, slots), _arenas(plan), *_unlocked(plan), _traffic(plan)]
+    return Group(*parts)
 
 
 def _summary(plan: Plan) -> Text:
@@ -61,13 +63,46 @@ def _arenas(plan: Plan) -> Table:
         where = "RAM" if plan.on_host(name) else "device"
         table.add_row(str(name), str(len(slabs)), size(sum(slabs)), where)
     table.add_row("planned RAM", "", size(plan.host_nbytes), "RAM")
+    if plan.cxl_nbytes:
+        table.add_row("records", "", size(plan.cxl_nbytes), "cxl")
+    if plan.footprint is not None:
+        _footprint(table, plan, plan.footprint)
     return table
+
+
+def _footprint(table: Table, plan: Plan, footprint: Footprint) -> None:
+    table.add_row("imports", "", size(footprint.imports), "RAM")
+    table.add_row("workspace", "", size(footprint.workspace.nbytes), "RAM")
+    if footprint.workspace.device:
+        table.add_row("workspace", "", size(footprint.workspace.device), "device")
+    table.add_row("this process at most", "", size(plan.total_nbytes), "RAM")
+    if footprint.stored:
+        table.add_row("store on drives that are memory", "", size(footprint.stored), "RAM")
+    table.add_row("limit", "", size(footprint.limit.nbytes), footprint.limit.source)
+    if footprint.lock:
+        table.add_row("locked", "", size(plan.arenas_nbytes), "RAM")
+
+
+def _unlocked(plan: Plan) -> list[RenderableType]:
+    """Return why the arenas may be swapped out, and what can be done about it."""
+    footprint = plan.footprint
+    if footprint is None or footprint.lock:
+        return []
+    if footprint.lock_limit is None or plan.arenas_nbytes <= footprint.lock_limit.nbytes:
+        return [Text("the arenas are not locked in memory: memory.lock is off")]
+    allowed = size(footprint.lock_limit.nbytes)
+    return [
+        Text(
+            f"the arenas are not locked in memory and may be swapped out: "
+            f"{footprint.lock_limit.source} allows {allowed}; {RAISE_LOCK}"
+        )
+    ]
 
 
 def _traffic(plan: Plan) -> Table:
     table = _table("a step moves", "", "read", "written", "a parameter")
     parameters = plan.step.shape.parameters
-    for tier in (Tier.PINNED, Tier.NVME):
+    for tier in Tier:
         moved = plan.traffic.get(tier)
         if moved:
             per = f"{moved.read / parameters:.2f} + {moved.written / parameters:.2f} B"

@@ -13,7 +13,7 @@ from typing import Protocol
 from checkpoint.checked import read_schema
 from checkpoint.schema import Schema
 from megatrain import engine as engines
-from megatrain import stores
+from megatrain import limits, stores
 from megatrain.config import Change, RunConfig, changes, with_sets
 from megatrain.data.batches import Batches
 from megatrain.data.dataset import Dataset
@@ -126,7 +126,7 @@ def resume(
 
 def _inputs(store: StoreWriter, schema: Schema, config: RunConfig, stack: ExitStack) -> Inputs:
     files = {name: store.schema_file(name) for name in schema.files}
-    inputs = open_inputs(schema, files, config)
+    inputs = open_inputs(schema, store.records, files, config)
     stack.enter_context(inputs.dataset)
     return inputs
 
@@ -232,13 +232,15 @@ def _run(
     config, dataset = state.config, inputs.dataset
     state = replace(state, data=dataset.fingerprint)
     slots = config.store.retain + 1
-    observer.on_plan(inputs.plan, state, slots)
+    planning = engines.planning(schema, store.records, engines.pick_device(config.train.device))
+    plan = limits.recounted(inputs.plan, store, config, planning)
+    observer.on_plan(plan, state, slots)
     if not state.finished:
         store.ensure_slots(slots)
         if config.store.reserve:
             store.reserve()
         stores.write_run_file(config)
-        state = _steps(store, schema, inputs.plan, state, dataset, observer, stop)
+        state = _steps(store, schema, plan, state, dataset, observer, stop)
     return Outcome(store=store.path, out=config.out, step=state.step, finished=state.finished)
 
 

@@ -471,7 +471,7 @@ class _StepBuilder(OpList):
                 f"{unit.name}.{role}",
                 (0, unit.length),
                 deps=self.updates[-1:],
-                moves=(Move(tier=Tier.NVME, written=nbytes),),
+                moves=(Move(tier=self.step.homes[f"{unit.name}.{role}"], written=nbytes),),
             )
             self.flushes.append(flushed)
 

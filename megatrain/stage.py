@@ -16,7 +16,7 @@ from megatrain.data.batches import MicroBatch, Window
 from megatrain.memory import Memory
 from megatrain.model.capture import LayerCall
 from megatrain.model.streamed import OuterIn, StreamedModel
-from megatrain.ops import ArenaName, Kind, Op, Take
+from megatrain.ops import RESIDENT, ArenaName, Kind, Op, Take
 from megatrain.planner import Plan
 from megatrain.shape import Shape
 from tiering.pool import Pool
@@ -49,8 +49,8 @@ class Traffic:
 class Stage:
     """The parts that all operations of a run share.
 
-    ``scratch`` holds gradients when they do not fit in RAM. ``ram_traffic`` counts what the
-    operations read from resident records and write to them.
+    ``scratch`` holds gradients when they do not fit in RAM. ``resident_traffic`` counts, by
+    tier, what the operations read from resident records and write to them.
     """
 
     plan: Plan
@@ -61,7 +61,9 @@ class Stage:
     units: Mapping[str, Unit]
     device: torch.device
     dtype: torch.dtype
-    ram_traffic: Traffic = field(default_factory=Traffic)
+    resident_traffic: Mapping[Tier, Traffic] = field(
+        default_factory=lambda: {tier: Traffic() for tier in sorted(RESIDENT)}
+    )
 
     @property
     def shape(self) -> Shape:
@@ -81,8 +83,8 @@ class Stage:
         if state.skip or op.kind is Kind.READ_ROWS:
             return  # nothing moved; or fewer rows than planned, counted where they are gathered
         for move in op.moves:
-            if move.tier is Tier.PINNED:
-                self.ram_traffic.add(read=move.read, written=move.written)
+            if move.tier in self.resident_traffic:
+                self.resident_traffic[move.tier].add(read=move.read, written=move.written)
 
     # -- views of slabs ------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -182,7 +182,9 @@ def convert_model(config: RunConfig, observer: ConversionObserver, stop: Stop) -
 
     layout = Layout.FLOAT32 if config.train.dtype == "float32" else Layout(config.store.layout)
     conversion = plan_conversion(config.model, layout=layout)
-    inputs = open_inputs(conversion.schema, conversion.side_files, config)
+    codec = config.store.codec_in_use
+    records = {r.name: replace(r, codec=codec) for r in conversion.schema.records()}
+    inputs = open_inputs(conversion.schema, records, conversion.side_files, config)
     try:
         _convert(config, target, layout, observer, stop)
     except BaseException:
@@ -207,6 +209,7 @@ def _convert(
             target,
             drives=config.store.drives,
             layout=layout,
+            codec=config.store.codec_in_use,
             ram=config.memory.ram,
             on_plan=observer.on_conversion,
             on_progress=on_progress,

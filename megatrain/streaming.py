@@ -31,7 +31,8 @@ class Streaming:
         if table is None:
             self._read_rows(op.unit, take, rows, state.token_ids.tolist())
             return
-        stage.ram_traffic.add(read=rows.nbytes)
+        tier = stage.plan.step.tier(op.unit, stage.shape.streamed)
+        stage.resident_traffic[tier].add(read=rows.nbytes)
         words = stage.model.vocab_size
         torch.index_select(
             table[: words * stage.shape.hidden].view(words, -1), 0, state.token_ids, out=rows

@@ -251,16 +251,16 @@ class Trainer:
 
     def _traffic(self) -> dict[Tier, Traffic]:
         stage = self.engine.stage
-        drives = stage.pool.traffic[Tier.NVME]
-        read, written = drives.read_bytes, drives.written_bytes
-        if stage.scratch is not None:
-            read += stage.scratch.read_bytes
-            written += stage.scratch.written_bytes
-        ram = stage.ram_traffic
-        return {
-            Tier.PINNED: Traffic(read=ram.read, written=ram.written),
-            Tier.NVME: Traffic(read=read, written=written),
+        moved = {
+            tier: Traffic(read=found.read, written=found.written)
+            for tier, found in stage.resident_traffic.items()
         }
+        for tier in (Tier.NVME, Tier.ZARR):
+            drives = stage.pool.traffic[tier]
+            moved[tier] = Traffic(read=drives.read_bytes, written=drives.written_bytes)
+        if stage.scratch is not None:
+            moved[Tier.NVME].add(read=stage.scratch.read_bytes, written=stage.scratch.written_bytes)
+        return moved
 
 
 def _named(result: StepResult) -> str:

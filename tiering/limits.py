@@ -1,14 +1,20 @@
-"""How much memory this process may have: the machine's, or less where a cgroup says so."""
+"""How much memory this process may have, and may lock: the smallest of what anybody sets."""
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from tiering import fsops
+from tiering.backends.probe import IN_RAM
+
 _FILES = {"memory.max", "memory.limit_in_bytes"}
+_CAP_IPC_LOCK = 1 << 14
+_EVERY_UID = ["0", "0", "4294967295"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,3 +61,28 @@ def _read(path: Path) -> Limit | None:
         return Limit(nbytes=int(path.read_text()), source=str(path))
     except (OSError, ValueError):  # not there, or "max"
         return None
+
+
+def lock_limit(process: Path = Path("/proc/self")) -> Limit | None:
+    """Return how much this process may lock in memory, all in all; None where nothing limits it.
+
+    CAP_IPC_LOCK lifts the limit only in the first user namespace: a root that a container has
+    made up for itself is limited like anybody.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY or _may_lock_anything(process):
+        return None
+    return Limit(nbytes=soft, source="RLIMIT_MEMLOCK")
+
+
+def _may_lock_anything(process: Path) -> bool:
+    if (process / "uid_map").read_text().split() != _EVERY_UID:
+        return False
+    lines = (process / "status").read_text().splitlines()
+    held = next(int(line.split()[1], 16) for line in lines if line.startswith("CapEff:"))
+    return bool(held & _CAP_IPC_LOCK)
+
+
+def in_memory(folder: Path) -> bool:
+    """Return whether the files of ``folder`` are kept in memory and nowhere else."""
+    return fsops.filesystem_type(folder) in IN_RAM

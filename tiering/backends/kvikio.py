@@ -140,11 +140,12 @@ class KvikioBackend:
         self._plain.forget(path)
 
     def close(self) -> None:
-        """Wait for what is in flight and close every file."""
+        """Wait for what is in flight, close every file and log the path that was taken."""
         self._threads.shutdown(wait=True)
         self._plain.close()
         self._files.close()
         self._monitor.stop()
+        _log.info("%s", self.path_taken())
 
     def path_taken(self) -> str:
         """Return how bytes can move here, and how many requests of this process really did so."""
@@ -227,7 +228,7 @@ class KvikioBackend:
             errno=errno.EIO,
             offset=request.offset,
             wanted=request.nbytes,
-            hint=f"kvikio: {failure}; to host memory these bytes move",
+            hint=f"kvikio: {failure}; the same bytes do move between drive and host memory",
         )
 
     def _try_without_device(self, request: _Request) -> None:
@@ -238,6 +239,7 @@ class KvikioBackend:
 
     def _try_piece(self, request: _Request, at: int, piece: memoryview) -> None:
         offset = request.offset + at
+        piece[:] = bytes(len(piece))
         try:
             error = self._plain.read(request.path, offset, piece).exception()
             # A write may go where the file is not yet.
@@ -251,7 +253,7 @@ class KvikioBackend:
                 error.action,
                 request.path,
                 errno=error.errno,
-                offset=error.offset,
+                offset=max(error.offset, offset),  # one before the first byte has no offset
                 wanted=request.nbytes,
                 moved=at + error.moved,
             ) from error
