@@ -157,7 +157,7 @@ def _table(drives: Iterable[Drive], moves: Sequence[Move], stuck: Move) -> str:
         return sum(move.nbytes for move in moves if move.target.number == number)
 
     def rows() -> Iterator[str]:
-        yield f"drive {stuck.target.number} full: no room for {stuck.name} of {stuck.nbytes} B"
+        yield f"drive {stuck.target.number} full: the shards do not fit"
         yield f"{'drive':>5} {'need B':>16} {'free B':>16}  folder"
         for d in drives:
             free = free_nbytes(nearest(d.folder))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.loops import memory_mount
 from tests.support.tiering_stores import (
     assert_state,
     equal_rates,
@@ -239,26 +240,23 @@ def test_what_cannot_be_a_drive_is_refused_and_nothing_changes(place: Path) -> N
     assert _everything(place) == before
 
 
+@pytest.mark.root
 def test_too_little_room_is_refused_with_a_table_before_anything_changes(
-    place: Path, monkeypatch: pytest.MonkeyPatch
+    place: Path, tmp_path: Path
 ) -> None:
-    _make(place, "p")
+    store = _make(place, "p")
     before = _everything(place)
-    real = os.statvfs
-
-    def nearly_full(path: Path) -> os.statvfs_result:
-        status = list(real(path))
-        status[4] = 3 * 4096 // status[1]
-        return os.statvfs_result(status)
-
-    monkeypatch.setattr(os, "statvfs", nearly_full)
-    with pytest.raises(CapacityError) as caught:
-        _move(place, "q")
-    lines = str(caught.value).splitlines()
-    assert "full: no room for " in lines[0]
-    assert lines[1].split() == ["drive", "need", "B", "free", "B", "folder"]
-    assert lines[-1].split()[2] == "12288"
-    assert "q/megatrain-" in lines[-1]
+    with memory_mount(tmp_path, "tmpfs", nbytes=24 << 10) as small:
+        with pytest.raises(CapacityError) as caught:
+            move_store(store, [small], measure=equal_rates)
+        lines = str(caught.value).splitlines()
+        assert lines[0] == "drive 1 full: the shards do not fit"
+        assert lines[1].split() == ["drive", "need", "B", "free", "B", "folder"]
+        assert [line.split()[0] for line in lines[2:]] == ["0", "1"]
+        _, need, free, _ = lines[3].split()
+        assert int(need) > 24 << 10 >= int(free)
+        assert str(small) in lines[3]
+        assert not list(small.iterdir())
     assert _everything(place) == before
 
 
