@@ -6,7 +6,12 @@ from pathlib import Path
 
 import click
 
-from checkpoint.cli import FOLDER, cli
+from megatrain import names
+
+try:
+    from checkpoint.cli import FOLDER, cli
+except ImportError as error:
+    raise names.refuse(error) from error
 from megatrain.cli import SETS, supervise
 
 

@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from checkpoint.cli import ErrorGroup
+from megatrain import names
+
+try:
+    from checkpoint.cli import EXIT_FINDINGS, ErrorGroup
+except ImportError as error:
+    raise names.refuse(error) from error
 
 if TYPE_CHECKING:
     from megatrain.progress import Terminal
@@ -45,6 +50,34 @@ def train(run_file: Path, sets: tuple[str, ...]) -> None:
     from megatrain import run
 
     supervise(lambda observer, stop: run.train(config, observer, stop))
+
+
+@cli.command()
+@click.option(
+    "--drive",
+    "drives",
+    multiple=True,
+    metavar="DIR",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="A folder on a drive to look at; repeat for each. Default: the current folder.",
+)
+@click.option(
+    "--burn",
+    metavar="SIZE",
+    help="Also write SIZE to each drive, to see its pace once its cache is full. Wears it.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@click.pass_context
+def doctor(ctx: click.Context, drives: tuple[Path, ...], burn: str | None, as_json: bool) -> None:
+    """Say what this machine can do; exit code 1 if something is amiss.
+
+    Everything is tried, not guessed; what cannot be seen from here is called unknown. Nothing is
+    left behind on the drives.
+    """
+    from megatrain.doctor.command import diagnose
+
+    logging.basicConfig(level=logging.ERROR, format="%(message)s", stream=sys.stderr)
+    ctx.exit(0 if diagnose(drives or (Path(),), burn=burn, as_json=as_json) else EXIT_FINDINGS)
 
 
 def supervise(start: Callable[[RunObserver, Stop], Outcome]) -> None:

@@ -60,6 +60,7 @@ def measure(folder: Path, nbytes: int = SAMPLE_NBYTES) -> Rates:
 
 
 def _measure(folder: Path, request: memoryview, nbytes: int, *, direct: bool) -> Rates:
+    request[:] = os.urandom(request.nbytes)  # zeros may never reach the drive
     fd = open_unnamed(folder, os.O_DIRECT if direct else 0)
     try:
         _written(fd, request, nbytes)  # takes the blocks: training overwrites, that is faster

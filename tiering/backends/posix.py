@@ -189,13 +189,14 @@ def joined(pieces: Sequence[Future[int]], offset: int, wanted: int) -> Future[in
 
 def _of_whole(error: StorageError, offset: int, wanted: int) -> StorageError:
     """Return the error of a piece as that of the request it was cut from."""
+    first = max(error.offset, offset)  # an error before the first byte may have no offset
     whole = StorageError(
         error.action,
         error.path,
         errno=error.errno,
-        offset=error.offset,
+        offset=first,
         wanted=wanted,
-        moved=error.offset - offset,
+        moved=first - offset,
         hint=error.hint,
     )
     whole.__cause__ = error
