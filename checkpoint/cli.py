@@ -14,8 +14,8 @@ import click
 
 from checkpoint.interrupts import EXIT_INTERRUPTED
 from checkpoint.sizes import format_size, parse_size
-from tiering.codecs import DEFAULT_CODEC
 from tiering.errors import MegatrainError, UsageError
+from tiering.records import DEFAULT_CODEC
 
 if TYPE_CHECKING:
     from checkpoint.plan import Plan
@@ -304,6 +304,13 @@ def verify(
 @click.option("--tier", type=click.Choice(_TIERS), help="nvme: raw shards, zarr: encoded ones.")
 @click.option("--codec", metavar="NAME", help=f"Of the zarr tier.  [default: {DEFAULT_CODEC}]")
 @click.option("--shard-size", metavar="SIZE", callback=_size, help="Cut shards of about this size.")
+@click.option(
+    "--records",
+    metavar="PATTERN",
+    multiple=True,
+    default=("*",),
+    help="Encode or cut only records with such names; repeat for more.  [default: all]",
+)
 @_json
 def shard(
     store: Path,
@@ -311,13 +318,14 @@ def shard(
     tier: str | None,
     codec: str | None,
     shard_size: int | None,
+    records: tuple[str, ...],
     as_json: bool,
 ) -> None:
     """Move STORE to other drives, or encode or cut its shards in another way.
 
     Whatever happens meanwhile, the store is whole; run the command again to go on.
     """
-    cut = _cut(tier, codec, shard_size)
+    cut = _cut(tier, codec, shard_size, records)
     if not drives and cut is None:
         raise UsageError("nothing to do: give --drive, --tier or --shard-size")
     from checkpoint.shard import shard as run
@@ -332,7 +340,9 @@ def shard(
         show(sharded_report(sharded, str(store)))
 
 
-def _cut(tier: str | None, codec: str | None, shard_size: int | None) -> Cut | None:
+def _cut(
+    tier: str | None, codec: str | None, shard_size: int | None, records: tuple[str, ...]
+) -> Cut | None:
     if codec is not None and tier != "zarr":
         raise UsageError(f"--codec {codec}: shards are encoded in the zarr tier; add --tier zarr")
     if tier is None and shard_size is None:
@@ -340,7 +350,7 @@ def _cut(tier: str | None, codec: str | None, shard_size: int | None) -> Cut | N
     from checkpoint.recode import Cut
 
     codecs = {None: None, "nvme": "", "zarr": codec or DEFAULT_CODEC}
-    return Cut(codec=codecs[tier], shard_nbytes=shard_size)
+    return Cut(codec=codecs[tier], shard_nbytes=shard_size, records=records)
 
 
 @cli.command()

@@ -26,8 +26,8 @@ from pydantic import (
 
 from megatrain import runfile
 from megatrain.lr_schedule import Schedule
-from tiering.codecs import DEFAULT_CODEC, Codec
 from tiering.errors import UsageError
+from tiering.records import DEFAULT_CODEC
 
 _SIZE_UNITS: Mapping[str, int] = {"B": 1} | {
     f"{prefix}{suffix}": base**power
@@ -221,6 +221,8 @@ class StoreConfig(_Section):
     @field_validator("codec")
     @classmethod
     def _known(cls, value: str) -> str:
+        from tiering.codecs import Codec
+
         try:
             return str(Codec.named(value))
         except UsageError as error:

@@ -38,7 +38,7 @@ def measured(
     Raises:
         CapacityError: The run does not fit this machine's memory, its lock limit or its GPU.
     """
-    drives = config.store.drives or (_nearest(config.out),)
+    drives = [_nearest(folder) for folder in config.store.drives or (config.out,)]
     share = sum(map(in_memory, drives)) / len(drives)
     stored = sum(record.padded_nbytes for record in plan.records.values())
     stored = round(share * (stored * (config.store.slots) + _scratch_nbytes(plan)))

@@ -271,7 +271,8 @@ def require_same_drives(config: RunConfig, store: StoreWriter) -> None:
     if wanted and set(wanted) != set(found):
         raise RefusedError(
             f"store.drives: {store.path} is there already, on {_listed(found)}; leave "
-            f"store.drives out, or convert the model again to have it on {_listed(wanted)}"
+            f"store.drives out, or move it to {_listed(wanted)} with: megatrain-ckpt shard "
+            f"{store.path} --drive ..."
         )
 
 

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from tiering import fsops
 from tiering.errors import CorruptionError, RefusedError, StorageError
 from tiering.fields import parse_object
@@ -49,6 +51,8 @@ class Drive:
 def free_nbytes(folder: Path) -> int:
     """Return what an unprivileged process may still write in a folder."""
     status = os.statvfs(folder)
+    if not status.f_blocks:  # a ramfs has no size of its own: it takes what memory is left
+        return int(psutil.virtual_memory().available)
     return status.f_bavail * status.f_frsize
 
 

@@ -67,6 +67,7 @@ def steps(draw: st.DrawFn) -> Step:
         shape=shape,
         sizes=sizes,
         placement=placement,
+        homes={name: draw(st.sampled_from([Tier.NVME, Tier.ZARR])) for name in names},
         device_in_ram=draw(st.booleans()),
         commit=draw(st.booleans()),
     )
