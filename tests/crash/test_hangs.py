@@ -339,7 +339,7 @@ def run_file(tmp_path: Path, converted: Path, inputs: Sequence[Path], **changes:
 
 UNITS = ("outer_in", "layer.000", "layer.001", "outer_out")  # an index each: written when made
 HELD_AT = {
-    "a read": Fault(op="read", path="layer.001.master", count=1, held=True),
+    "a read": Fault(op="read", path="/0.layer.001.master.0", count=1, held=True),
     "a write": Fault(op="write", path="/1.layer.001.exp_avg.0", after=1, held=True),
     "a commit": Fault(op="sync", path="manifests/2", count=1, held=True),
 }
