@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from checkpoint.fields import Fields
 from tiering.errors import CorruptionError, RefusedError
+from tiering.fields import plain
 from tiering.records import Record, round_up
 
 FORMAT = 1
@@ -303,7 +304,7 @@ class Schema:
             )
             schema.records()  # their names and lengths are possible ones
         except ValueError as error:
-            raise CorruptionError(f"{SCHEMA_FILE}: {error}") from error
+            raise CorruptionError(f"{SCHEMA_FILE}: {plain(str(error))}") from error
         top.finish()
         return schema
 

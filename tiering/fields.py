@@ -58,7 +58,7 @@ class Fields:
         self._where = where
         if not isinstance(document, dict):
             raise CorruptionError(
-                f"{source}: {_plain(where) or 'document'}: found {type(document).__name__}, "
+                f"{source}: {plain(where) or 'document'}: found {type(document).__name__}, "
                 "expected an object",
                 file=source,
             )
@@ -69,7 +69,7 @@ class Fields:
         name = f"{self._where}.{key}" if self._where else key
         wanted = expected if isinstance(expected, str) else shown(expected)
         return CorruptionError(
-            f"{self.source}: {_plain(name)}: found {shown(found)}, expected {wanted}",
+            f"{self.source}: {plain(name)}: found {shown(found)}, expected {wanted}",
             file=self.source,
         )
 
@@ -192,8 +192,8 @@ class Fields:
             raise self.error(next(iter(self._left)), "a key", "no such key")
 
 
-def _plain(name: str) -> str:
-    """Return the name of a field for a message: what came from a file may be anything."""
+def plain(name: str) -> str:
+    """Return text that came from a file for a message: as it is, if that is short and printable."""
     return name if name.isprintable() and len(name) <= 400 else shown(name)
 
 

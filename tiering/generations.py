@@ -187,7 +187,9 @@ def going_back(store: Path, root: Root, generation: Generation) -> Iterator[None
 
 def _remove_unread(path: Path) -> bool:
     """Remove a manifest with its folder; False while a reader holds it."""
-    if not path.exists():  # a commit that did not get as far
+    # A folder that is a link is nobody's manifest, and what it leads to is not ours. Without a
+    # manifest it is a commit that did not get as far.
+    if path.parent.is_symlink() or not path.exists():
         fsops.remove_tree(path.parent)
         return True
     fd = lock.claim(path)

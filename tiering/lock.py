@@ -102,7 +102,7 @@ def lock_holder(path: Path) -> str | None:
     """Return who holds the lock file ``path`` now, or None."""
     try:
         fd = os.open(path, _READ)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     try:
         return None if _flock(fd, fcntl.LOCK_SH, path) else holder_text(path)
@@ -120,7 +120,7 @@ def hold(path: Path) -> int | None:
     """
     try:
         fd = os.open(path, _READ)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     try:
         if _acquire(fd, path, fcntl.LOCK_SH, _HOLD_TRIES):
@@ -148,7 +148,7 @@ def is_held(path: Path) -> bool:
     """Return whether somebody holds ``path``; nobody can if it is gone."""
     try:
         fd = os.open(path, _READ)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
     try:
         return not _flock(fd, fcntl.LOCK_EX, path)
