@@ -25,7 +25,7 @@ from pydantic import (
 )
 
 from megatrain import runfile
-from megatrain.lr_schedule import Schedule
+from megatrain.lr_schedule import Schedule, lr
 from tiering.codecs import DEFAULT_CODEC, Codec
 from tiering.errors import UsageError
 
@@ -159,6 +159,16 @@ class TrainConfig(_Section):
     def samples_per_step(self) -> int:
         """The global batch."""
         return self.micro_batch * self.accumulate
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate of the update that follows ``step`` finished ones."""
+        return lr(
+            step,
+            base=self.lr,
+            schedule=self.schedule,
+            warmup_steps=self.warmup_steps,
+            steps=self.steps,
+        )
 
     def decays(self, name: str) -> bool:
         """Say whether weight decay applies to the parameter ``name``."""

@@ -13,7 +13,6 @@ from megatrain.config import RunConfig
 from megatrain.data.batches import Batches, Tally, Window
 from megatrain.engine import Engine
 from megatrain.executor import Applied, StepResult
-from megatrain.lr_schedule import lr
 from megatrain.metrics import MetricsLog
 from megatrain.ops import Kind
 from megatrain.optimizer import AdamStep
@@ -136,7 +135,11 @@ class Trainer:
             self._skip(window, "no sample has a label to learn from")
             return
         number = self.state.step + 1
-        turn = _Turn(window=window, rate=self._rate(), commit=self._commits(number))
+        turn = _Turn(
+            window=window,
+            rate=self.config.train.rate(self.state.step),
+            commit=self._commits(number),
+        )
         self._turn = turn
         result = self.engine.executor.step(
             window,
@@ -230,16 +233,6 @@ class Trainer:
             )
 
     # -- numbers -------------------------------------------------------------------------------
-
-    def _rate(self) -> float:
-        train = self.config.train
-        return lr(
-            self.state.step,
-            base=train.lr,
-            schedule=train.schedule,
-            warmup_steps=train.warmup_steps,
-            steps=train.steps,
-        )
 
     def _rule(self, rate: float) -> Rule:
         train = self.config.train
