@@ -25,7 +25,7 @@ from pydantic import (
 )
 
 from megatrain import runfile
-from megatrain.lr_schedule import Schedule
+from megatrain.lr_schedule import Schedule, lr
 from tiering.errors import UsageError
 from tiering.records import DEFAULT_CODEC
 
@@ -162,6 +162,16 @@ class TrainConfig(_Section):
         """The global batch."""
         return self.micro_batch * self.accumulate
 
+    def rate(self, step: int) -> float:
+        """Return the learning rate of the update that follows ``step`` finished ones."""
+        return lr(
+            step,
+            base=self.lr,
+            schedule=self.schedule,
+            warmup_steps=self.warmup_steps,
+            steps=self.steps,
+        )
+
     def decays(self, name: str) -> bool:
         """Say whether weight decay applies to the parameter ``name``."""
         return not any(fnmatch.fnmatchcase(name, pattern) for pattern in self.no_decay)
@@ -208,6 +218,8 @@ class StoreConfig(_Section):
     """More slots, so that training need not wait for whoever reads a dropped generation."""
     reserve: bool = True
     """Allocate all slots before step 1, so that a full disk shows then."""
+    verify_reads: Literal["first", "always"] = "first"
+    """Compare chunks with their checksums when they are first read, or at every read of a step."""
     io: Literal["auto", "posix", "kvikio"] = "auto"
     """What moves the shards; auto is kvikio where it is installed and finds a GPU."""
 

@@ -242,9 +242,18 @@ def _require_same_run(found: Iterable[Change], *, allow: bool) -> None:
 
 
 def _tell(found: Iterable[Change], before: RunConfig, after: RunConfig, step: int) -> None:
+    """Say what is changed from the update ``step`` on, and what that does to the numbers."""
     for change in found:
         log.warning("changed from step %d on: %s", step, change)
     old, new = before.train, after.train
+    if step > 1 and old.rate(step - 1) != new.rate(step - 1):
+        log.warning(
+            "the learning rate was %s in step %d and is %s in step %d",
+            old.rate(step - 2),
+            step - 1,
+            new.rate(step - 1),
+            step,
+        )
     if old.micro_batch != new.micro_batch and old.samples_per_step == new.samples_per_step:
         log.warning(
             "the samples of a step stay the same, but in bfloat16 (and with dropout) their sums "

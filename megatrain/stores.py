@@ -87,6 +87,11 @@ def find(place: Path) -> Place:
         parent = place.parent
         return Place(store=place, out=parent if _is_folder_of(parent, place) else None)
     if not (place / RUN_FILE).is_file():
+        if (place / "config.json").is_file():
+            raise RefusedError(
+                f"{place}: a model's folder has weights, but no masters, moments or step: what "
+                f"begins with it is a new run (megatrain train with model: {place})"
+            )
         raise RefusedError(
             f"{place}: neither a store (no {STORE_ROOT}) nor a run's folder (no {RUN_FILE})"
         )

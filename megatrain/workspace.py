@@ -168,7 +168,13 @@ class _Blank:
     def read(self, name: str, offset: int, out: memoryview) -> None:
         pass
 
+    def gather(self, name: str, offset: int, out: memoryview) -> None:
+        pass
+
     def write(self, name: str, offset: int, data: memoryview) -> None:
+        pass
+
+    def applied(self, checksums: object) -> None:
         pass
 
 

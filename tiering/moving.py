@@ -32,9 +32,9 @@ from tiering.drives import (
     unlisted_drives,
 )
 from tiering.errors import CorruptionError, LockedError
-from tiering.generations import ROOT, read_root, reap, replace_root
+from tiering.generations import ROOT, going_back, read_root, reap, replace_root
 from tiering.lock import StoreLock
-from tiering.manifest import Root, plain_lengths
+from tiering.manifest import Generation, Root, plain_lengths
 from tiering.opened import OpenGeneration, open_generation
 from tiering.relocation import Move, SlotFiles, in_order, plan_moves
 from tiering.slots import (
@@ -97,13 +97,20 @@ def _opened(store: Path) -> Iterator[_Mover]:
     fsops.fsync_dir(store)
     root = read_root(store)
     drives = open_drives(store, root.uuid, root.drives)
-    listed = [open_generation(store, root, g, drives) for g in root.generations]
+    listed = [_whole(store, root, generation, drives) for generation in root.generations]
     with _claimed(store, root):
         slots = [_slot_of(generation) for generation in listed]
         taken = {slot.number for slot in slots}
         free = (_free_slot(store, number, listed[-1], drives) for number in existing_slots(store))
         others = [slot for slot in free if slot is not None and slot.number not in taken]
         yield _Mover(store, root, drives, [*others, *slots])
+
+
+def _whole(
+    store: Path, root: Root, generation: Generation, drives: Sequence[Drive]
+) -> OpenGeneration:
+    with going_back(store, root, generation):
+        return open_generation(store, root, generation, drives)
 
 
 @contextmanager

@@ -113,7 +113,7 @@ class StoreWriter(OpenStore):
 
     def chunk(self, name: str, index: int) -> ChunkRef:
         """Return where one committed chunk lies and what its crc32c has to be."""
-        return self._chunk(name, index, self.manifest.slot, self.checksums(name))
+        return self.chunk_in(name, index, self.manifest.slot, self.checksums(name))
 
     @property
     def slots(self) -> frozenset[int]:
@@ -139,8 +139,7 @@ class StoreWriter(OpenStore):
             for g in root.generations
             if g.number != manifest.generation and g.number not in self.damaged
         ]
-        for number, fault in self.damaged.items():
-            _log.warning("generation %d of %s is dropped: %s", number, self.path, fault)
+        self._say_what_is_dropped()
         if manifest.generation == root.latest.number:
             if self.damaged:
                 self._replace_root(replace(root, generations=(*others, root.latest)))
@@ -156,6 +155,10 @@ class StoreWriter(OpenStore):
             again.step,
         )
         return self._settled_root().latest
+
+    def _say_what_is_dropped(self) -> None:
+        for number, fault in self.damaged.items():
+            _log.warning("generation %d of %s is dropped: %s", number, self.path, fault)
 
     def drop_generations(self, *, keep: int) -> None:
         """List no more than the last ``keep`` generations; durable."""
@@ -328,6 +331,7 @@ class StoreWriter(OpenStore):
         manifest = self._next_manifest(self.working, step, train_state, digest(table))
         before = self.root.generations if self.root else ()
         whole = [g for g in before if g.number not in self.damaged]
+        self._say_what_is_dropped()
         # Bytes before names: a manifest must promise nothing that a power cut can undo.
         self._sync_drives()
         generation = self._publish(manifest, table, whole[-(retain - 1) :] if retain > 1 else ())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -16,7 +15,6 @@ from tests.support.runs import (
     Quiet,
     as_float,
     differing,
-    numbers,
     read_state,
     run_config,
     tiny_llama,
@@ -162,74 +160,10 @@ def test_norm_weights_move_in_the_master_though_bf16_would_round_the_step_away(t
         assert (as_float(state, key) != 1.0).all(), key
 
 
-@pytest.mark.parametrize("after", [1, 5, 11])
-def test_the_learning_rate_is_the_same_list_wherever_a_run_stops(tmp_path, model, after):
-    factors = [k / 4 if k < 4 else max(0.0, (12 - k) / 8) for k in range(12)]
-    data = unequal(tmp_path / "rows.jsonl", 5)
-    config = one_by_four(
-        model,
-        data,
-        tmp_path / "run",
-        train__steps=12,
-        train__schedule="linear",
-        train__warmup_steps=4,
-    )
-    stop = Stop()
-    run.train(config, Quiet(lambda row: row["step"] == after and stop.request()), stop)
-    run.resume(tmp_path / "run", (), Quiet(), Stop())
-    used = [row["lr"] for row in numbers(tmp_path / "run")]
-    np.testing.assert_allclose(used, [1e-3 * f for f in factors], rtol=1e-12)
-
-
-def stopped_at_2(tmp_path: Path, model: Path) -> None:
-    data = unequal(tmp_path / "rows.jsonl", 4)
-    stop = Stop()
+def test_a_store_with_an_unfinished_run_is_not_trained_anew(tmp_path, model):
+    data, stop = unequal(tmp_path / "rows.jsonl", 4), Stop()
     config = one_by_four(model, data, tmp_path / "run", train__steps=4)
     run.train(config, Quiet(lambda row: row["step"] == 2 and stop.request()), stop)
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ("train.steps=9", "train.steps: 4 -> 9"),
-        ("train.lr=0.5", "train.lr: 0.001 -> 0.5"),
-        ("train.seed=3", "train.seed: 0 -> 3"),
-    ],
-)
-def test_resuming_with_other_settings_is_refused_with_old_and_new_value(
-    tmp_path, model, change, named
-):
-    stopped_at_2(tmp_path, model)
-    with pytest.raises(RefusedError, match="--allow-changes") as refusal:
-        run.resume(tmp_path / "run", (change,), Quiet(), Stop())
-    assert named in str(refusal.value)
-    assert run.resume(tmp_path / "run", (change,), Quiet(), Stop(), allow_changes=True).finished
-
-
-def test_resuming_on_changed_data_is_refused(tmp_path, model):
-    stopped_at_2(tmp_path, model)
-    unequal(tmp_path / "rows.jsonl", 5)
-    with pytest.raises(RefusedError, match="has changed since the run began"):
-        run.resume(tmp_path / "run", (), Quiet(), Stop())
-
-
-def test_resuming_on_changed_data_goes_on_when_changes_are_allowed(tmp_path, model, caplog):
-    stopped_at_2(tmp_path, model)
-    unequal(tmp_path / "rows.jsonl", 5)
-    assert run.resume(tmp_path / "run", (), Quiet(), Stop(), allow_changes=True).finished
-    assert "has changed since the run began" in caplog.text
-
-
-def test_the_same_global_batch_may_be_split_another_way(tmp_path, model):
-    stopped_at_2(tmp_path, model)
-    sets = ("train.micro_batch=2", "train.accumulate=2", "memory.ram=32MiB")
-    outcome = run.resume(tmp_path / "run", sets, Quiet(), Stop())
-    assert outcome.finished
-    assert [row["cursor"] for row in numbers(tmp_path / "run")] == [4, 8, 12, 16]
-
-
-def test_a_store_with_an_unfinished_run_is_not_trained_anew(tmp_path, model):
-    stopped_at_2(tmp_path, model)
     store = tmp_path / "run" / "store"
     other = run_config(store, tmp_path / "rows.jsonl", tmp_path / "other")
     with pytest.raises(RefusedError, match=r"at step 2 of 4.*megatrain-ckpt resume.*export"):

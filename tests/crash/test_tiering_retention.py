@@ -18,7 +18,7 @@ from tests.support.tiering_stores import (
     small_chunks,
     small_record,
 )
-from tiering.errors import CorruptionError
+from tiering.errors import CorruptionError, StorageError
 from tiering.generations import read_root
 from tiering.store import open_newest_whole, open_reader, open_writer
 
@@ -183,3 +183,19 @@ def test_each_generation_that_is_skipped_is_named_with_its_damage(
     assert "generation 3 (step 3)" in said[0]
     assert "2.a.0" in said[0]
     assert "manifests/2/checksums.bin" in said[1]
+
+
+def test_a_generation_that_cannot_be_read_is_not_skipped_unless_another_is_named(
+    folder: Path,
+) -> None:
+    """A drive that fails may give the bytes back later: that is for the user to decide."""
+    store = _three_generations(folder / "store")
+    manifest = store / "manifests/3/manifest.json"
+    manifest.unlink()
+    manifest.symlink_to(manifest)  # reading fails: too many levels of symbolic links
+    with pytest.raises(StorageError, match=r"manifests/3/manifest\.json"):
+        open_newest_whole(store)
+    with open_writer(store, generation=2) as writer:
+        writer.make_newest()
+    assert _listed(store) == {1: 1, 4: 2}
+    _assert_whole(store, {1, 4})

@@ -116,6 +116,28 @@ def test_retained_generations_stay_readable_as_they_were_cut(store: Path) -> Non
         assert_state(reader, 2)
 
 
+@pytest.mark.parametrize("cut", [ZSTD, Cut(shard_nbytes=128 << 10)], ids=["codec", "size"])
+def test_a_store_with_generations_of_two_cuts_is_reserved_and_written_on(
+    store: Path, cut: Cut
+) -> None:
+    """The slot of the old cut is made anew when its generation is dropped, and not before."""
+    with open_writer(store) as writer:
+        writer.ensure_slots(3)
+        fill(writer, 2, retain=2)
+    recode(store, cut)
+    with open_writer(store) as writer:
+        writer.ensure_slots(3)
+        writer.reserve()
+        with open_reader(store, generation=2) as reader:
+            assert_state(reader, 2)
+        for seed in (4, 5, 6):
+            fill(writer, seed, retain=2)
+            with open_reader(store) as reader:
+                assert_state(reader, seed)
+    with open_writer(store, generation=5) as writer:
+        assert writer.make_newest().parent == 5
+
+
 def test_what_is_cut_so_already_is_left_alone(store: Path) -> None:
     assert recode(store, Cut(codec="")) is None
     with open_reader(store) as reader:
