@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from checkpoint.sizes import format_size, parse_size
-from tiering.errors import MegatrainError, UsageError
+from tiering.errors import MegatrainError, StorageError, UsageError
 from tiering.records import DEFAULT_CODEC
 
 if TYPE_CHECKING:
@@ -41,9 +42,16 @@ class ErrorGroup(click.Group):
         except BrokenPipeError:
             raise  # click ends quietly when nobody reads standard output any more
         except OSError as error:
-            _fail(ctx, str(error), EXIT_STORAGE)
+            _fail(ctx, _told(error), EXIT_STORAGE)
         except KeyboardInterrupt:
             _fail(ctx, "interrupted", EXIT_INTERRUPTED)
+
+
+def _told(error: OSError) -> str:
+    """Say what failed in the words of the errors that are expected."""
+    if not isinstance(error.filename, str | os.PathLike):
+        return str(error)
+    return str(StorageError("use", error.filename, errno=error.errno or 0))
 
 
 def _fail(ctx: click.Context, message: str, code: int) -> None:

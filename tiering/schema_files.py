@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
 from tiering import fsops
-from tiering.errors import CorruptionError
+from tiering.errors import CorruptionError, StorageError
 from tiering.manifest import digest, encode_json, parse_object
 
 
@@ -72,3 +72,5 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except FileNotFoundError as error:
         raise CorruptionError(f"{path}: missing; it was written when the store was made") from error
+    except OSError as error:
+        raise StorageError("read", path, errno=error.errno or 0) from error

@@ -35,12 +35,20 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultKind:
-    """A kind of fault; ``lasting``: from the n-th call on, else only the n-th."""
+    """A kind of fault.
+
+    Attributes:
+        lasting: From the n-th call on, else only the n-th.
+        everywhere: One run meets it at every call; so nothing but n = 0 is worth trying.
+        stride: Every so many n are worth trying: its like is tried at all.
+    """
 
     name: str
     op: str
     errno: int = 0
     lasting: bool = False
+    everywhere: bool = False
+    stride: int = 1
     delay_ms: int = 0
     moves: int = HALF
 
@@ -50,42 +58,67 @@ class FaultKind:
             op=self.op,
             path=part,
             after=number,
-            count=_FOR_EVER if self.lasting else 1,
+            count=_FOR_EVER if self.lasting or self.everywhere else 1,
+            every=2 if self.errno == errno.EINTR else 1,  # so that it succeeds when made again
             errno=self.errno,
             moves=self.moves,
             delay_ms=self.delay_ms,
         )
 
+    def numbers(self, calls: int) -> range:
+        """Return every n to try of so many calls."""
+        return range(min(calls, 1)) if self.everywhere else range(0, calls, self.stride)
+
     @property
-    def interrupts(self) -> bool:
-        """Whether the call is to be made again, or goes on by itself."""
+    def passes(self) -> bool:
+        """Whether the command has to do all the same."""
         return self.errno == errno.EINTR or not self.errno
 
 
-def _failing(op: str, *codes: int, lasting: bool = False) -> Iterator[FaultKind]:
-    for code in codes:
-        name = f"{op} {errno.errorcode[code]}{' from then on' if lasting else ''}"
-        yield FaultKind(name=name, op=op, errno=code, lasting=lasting)
+def _failing(op: str, code: int, *, lasting: bool = False, stride: int = 1) -> FaultKind:
+    name = f"{op} {errno.errorcode[code]}{' from then on' if lasting else ''}"
+    return FaultKind(name=name, op=op, errno=code, lasting=lasting, stride=stride)
+
+
+def _passing(op: str, how: str, code: int = 0, delay_ms: int = 0) -> FaultKind:
+    return FaultKind(
+        name=f"{op} {how}", op=op, errno=code, everywhere=True, delay_ms=delay_ms
+    )
 
 
 KINDS: Sequence[FaultKind] = (
-    *_failing("write", errno.ENOSPC, lasting=True),
-    *_failing("write", errno.EDQUOT, errno.EIO, errno.EINTR),
-    FaultKind(name="write short", op="write"),
-    FaultKind(name="write slow", op="write", lasting=True, delay_ms=2),
-    *_failing("read", errno.EIO, errno.EINTR),
-    FaultKind(name="read short", op="read"),
-    *_failing("sync", errno.EIO, errno.ENOSPC),
-    *_failing("sync", errno.EIO, lasting=True),
-    FaultKind(name="sync slow", op="sync", lasting=True, delay_ms=2),
-    *_failing("reserve", errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EINTR),
-    *_failing("truncate", errno.EIO),
-    *_failing("open", errno.EIO, errno.ENOSPC, errno.EINTR),
-    *_failing("list", errno.EIO),
-    *_failing("mkdir", errno.ENOSPC, errno.EIO),
-    *_failing("unlink", errno.EIO),
-    *_failing("rename", errno.ENOSPC, errno.EIO),
-    *_failing("link", errno.ENOSPC, errno.EIO),
+    _failing("write", errno.ENOSPC, lasting=True),
+    _failing("write", errno.EIO),
+    _failing("write", errno.EDQUOT, stride=5),
+    _passing("write", "EINTR", errno.EINTR),
+    _passing("write", "short"),
+    _passing("write", "slow", delay_ms=2),
+    _failing("read", errno.EIO),
+    _passing("read", "EINTR", errno.EINTR),
+    _passing("read", "short"),
+    _passing("read", "slow", delay_ms=2),
+    _failing("sync", errno.EIO),
+    _failing("sync", errno.EIO, lasting=True, stride=3),
+    _failing("sync", errno.ENOSPC, stride=3),
+    _passing("sync", "slow", delay_ms=5),
+    _failing("reserve", errno.ENOSPC),
+    _failing("reserve", errno.EIO, stride=3),
+    _failing("reserve", errno.EDQUOT, stride=3),
+    _passing("reserve", "EINTR", errno.EINTR),
+    _failing("truncate", errno.EIO),
+    _failing("create", errno.ENOSPC),
+    _failing("create", errno.EIO, stride=5),
+    _passing("create", "EINTR", errno.EINTR),
+    _failing("open", errno.EIO),
+    _passing("open", "EINTR", errno.EINTR),
+    _failing("list", errno.EIO),
+    _failing("mkdir", errno.ENOSPC),
+    _failing("mkdir", errno.EIO, stride=5),
+    _failing("unlink", errno.EIO),
+    _failing("rename", errno.EIO),
+    _failing("rename", errno.ENOSPC, stride=3),
+    _failing("link", errno.ENOSPC),
+    _failing("link", errno.EIO, stride=5),
 )
 
 
@@ -98,6 +131,7 @@ class Trial:
     number: int
     verdict: Verdict
     why: str = ""
+    met: int = 0
     call: str = ""
 
     def __str__(self) -> str:
@@ -126,6 +160,7 @@ def attempt(program: Program, children: Children, kind: FaultKind, number: int) 
         number=number,
         verdict=verdict,
         why=why,
+        met=ended.hits[0],
         call=ended.last,
     )
 
@@ -150,7 +185,7 @@ def _judge_success(program: Program, kind: FaultKind, ended: Ended) -> tuple[Ver
         return Verdict.SILENT, wrong
     if not ended.hits[0]:
         return Verdict.UNMET, ""
-    if kind.op == "sync" and not kind.interrupts:
+    if kind.op == "sync" and not kind.passes:
         return Verdict.SILENT, "a failed sync, and all is said to be durable"
     return Verdict.HARMLESS, ""
 
@@ -164,15 +199,15 @@ def _gone_on(program: Program, children: Children) -> str:
 
 def badly_told(ended: Ended, kind: FaultKind, base: str) -> str:
     """Return what is missing in how a failed command told of a fault; "" if nothing."""
-    text = ended.err.rpartition("error: ")[2]
+    _, found, text = f"\n{ended.err}".rpartition("\nerror: ")
     full = kind.errno in FULL
-    if "Traceback" in ended.err or not text:
+    if "Traceback" in ended.err or not found:
         return f"code {ended.code} without a message"
     if ended.code != 5 and not (full and ended.code == 3):
         return f"code {ended.code}"
     if base not in text:
         return "no path"
-    if kind.interrupts:
+    if kind.passes:
         return "should have gone on"
     if ended.code == 5 and os.strerror(kind.errno) not in text:
         return "no reason"

@@ -187,9 +187,16 @@ class Convert(Program):
         return content(self.site.store)
 
     def remains(self, ended: Ended) -> str:
-        if not (self.site.store / "zarr.json").exists():
+        if not run.is_store(self.site.store):
             return ""
-        return "leaves a store" if ended.code > 0 else unopenable(self.site.store)
+        if ended.code > 0 and (self.site.store / MARKER).exists():
+            return "leaves a store whose commit is in doubt"
+        return unopenable(self.site.store)
+
+    def again(self) -> Command:
+        if run.is_store(self.site.store):
+            return ["megatrain-ckpt", "verify", self.site.store]
+        return self.command
 
 
 class ConvertEncoded(Convert):
@@ -265,7 +272,9 @@ class ExportOver(Export):
             return "the other model is gone"
         if _files(self.site.out) == self._before:
             return ""
-        return "replaces the other model" if ended.code > 0 else self.differs()
+        if ended.code > 0 and not (set(self.site.work.glob("*.old")) and ".old/" in ended.err):
+            return "replaces the other model"
+        return self.differs()
 
 
 class Move(OfStore):
