@@ -18,7 +18,7 @@ from megatrain import names
 
 try:
     from checkpoint import interrupts
-    from checkpoint.cli import EXIT_FINDINGS, ErrorGroup, exit_code
+    from checkpoint.cli import EXIT_FINDINGS, ErrorGroup, exit_code, message_of
     from tiering.errors import MegatrainError
 except ImportError as error:
     raise names.refuse(error) from error
@@ -129,7 +129,7 @@ def _stopping(stop: Stop, terminal: Terminal) -> Iterator[None]:
 def _leave(error: BaseException) -> None:
     """End the process of a run that has failed, although one of its threads does not end."""
     if isinstance(error, MegatrainError | OSError):
-        click.echo(f"error: {error}", err=True)
+        click.echo(f"error: {message_of(error)}", err=True)
     else:
         traceback.print_exception(error)
     sys.stdout.flush()
