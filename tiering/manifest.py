@@ -25,7 +25,7 @@ DIGEST = re.compile(r"[0-9a-f]{64}")
 _CODECS = {str(codec): codec for codec in Codec}
 _UUID = re.compile(r"[0-9a-f]{32}")
 _NUMBER_MOST = (1 << 31) - 1  # of slots and drives
-_CHUNKS_MOST = 1 << 26  # of a generation: what is read whole has its limit, and so have checksums
+CHUNKS_MOST = 1 << 26  # of a generation: what is read whole has its limit, and so have checksums
 
 
 class NoStoreError(RefusedError):
@@ -322,8 +322,8 @@ def _check_entries(manifest: Manifest, fields: Fields) -> None:
         if entry.count != record.geometry.chunk_count:
             raise fields.error(f"records.{name}.count", entry.count, record.geometry.chunk_count)
         first += entry.count
-        if first > _CHUNKS_MOST:
-            raise fields.error(f"records.{name}.count", first, f"{_CHUNKS_MOST} chunks at most")
+        if first > CHUNKS_MOST:
+            raise fields.error(f"records.{name}.count", first, f"{CHUNKS_MOST} chunks at most")
         _check_files(name, entry, record, fields)
 
 
