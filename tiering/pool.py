@@ -13,6 +13,7 @@ from tiering.backends.memory import MemoryBackend
 from tiering.checksum import ChunkCrc, Table
 from tiering.errors import CorruptionError
 from tiering.manifest import Generation
+from tiering.recordio import Transfer
 from tiering.records import ALIGNMENT, Record, Tier
 from tiering.store import StoreWriter
 
@@ -117,12 +118,17 @@ class Pool:
         Raises:
             CorruptionError: A chunk's crc32c differs; the content of ``out`` is undefined.
         """
-        self._store.read(self._input, name, offset, out)
-        self._count(self._records[name], read=memoryview(out).nbytes)
-        if self._input == self._opened_slot:
-            first_pass = self._first_passes[name]
-            if not first_pass.done:
-                first_pass.check(offset, out)
+        self.read_all([Transfer(name, offset, out)])
+
+    def read_all(self, transfers: Sequence[Transfer]) -> None:
+        """Read several records at once, as ``read`` does; their drives work at the same time."""
+        self._store.read_all(self._input, transfers)
+        for transfer in transfers:
+            self._count(self._records[transfer.name], read=memoryview(transfer.view).nbytes)
+            if self._input == self._opened_slot:
+                first_pass = self._first_passes[transfer.name]
+                if not first_pass.done:
+                    first_pass.check(transfer.offset, transfer.view)
 
     def check(self, name: str, bounce: memoryview) -> None:
         """Read a record on drives once in order, so that each of its chunks is checked.
@@ -140,9 +146,14 @@ class Pool:
 
     def write(self, name: str, offset: int, data: memoryview) -> None:
         """Write bytes of a record on drives as this step leaves them."""
-        self._store.write(self._required_output(), name, offset, data)
+        self.write_all([Transfer(name, offset, data)])
+
+    def write_all(self, transfers: Sequence[Transfer]) -> None:
+        """Write several records at once; their drives work at the same time."""
+        self._store.write_all(self._required_output(), transfers)
         self._output_holds_step = True
-        self._count(self._records[name], written=memoryview(data).nbytes)
+        for transfer in transfers:
+            self._count(self._records[transfer.name], written=memoryview(transfer.view).nbytes)
 
     def flush(self, name: str) -> Table:
         """Copy a resident record to the working slot; return the crc32c of its chunks."""

@@ -29,6 +29,7 @@ from tiering.manifest import (
     plain_lengths,
 )
 from tiering.opened import ChunkRef, OpenGeneration, OpenStore, open_generation
+from tiering.recordio import Transfer
 from tiering.records import Record
 from tiering.slots import (
     Places,
@@ -282,21 +283,32 @@ class StoreWriter(OpenStore):
         """Fill ``out`` with the bytes of a record in ``slot``; aligned buffers are not copied."""
         self._files.read(slot, name, offset, out)
 
+    def read_all(self, slot: int, transfers: Sequence[Transfer]) -> None:
+        """Fill several buffers at once, so that their drives work at the same time."""
+        self._files.read_all(slot, transfers)
+
     def write(self, slot: int, name: str, offset: int, data: memoryview) -> None:
+        """Write into the working slot, as ``write_all`` does."""
+        self.write_all(slot, [Transfer(name, offset, data)])
+
+    def write_all(self, slot: int, transfers: Sequence[Transfer]) -> None:
         """Write into the working slot; durable and visible with the next commit.
 
-        ``offset`` is a multiple of 4096, and the length too unless it reaches the record's end.
-        Buffers that are multiples of 4096 are not copied. A failure ends the use of this writer:
-        what the slot holds is unknown.
+        Offsets are multiples of 4096, and lengths too unless they reach the record's end. Buffers
+        that are multiples of 4096 are not copied. A failure ends the use of this writer: what the
+        slot holds is unknown.
         """
-        record = self.records[name]
         if slot != self.working:
             raise ValueError(f"slot {slot} is not the working slot ({self.working})")
-        if record.shared and self.committed is not None and not self._recasting:
-            raise ValueError(f"{name} is shared by all slots and never changes")
+        for transfer in transfers:
+            shared = self.records[transfer.name].shared
+            if shared and self.committed is not None and not self._recasting:
+                raise ValueError(f"{transfer.name} is shared by all slots and never changes")
         with self._fatal():
-            self._files.write(slot, name, offset, data)
-        self._count_written(name, min(memoryview(data).nbytes, record.nbytes - offset))
+            self._files.write_all(slot, transfers)
+        for transfer in transfers:
+            valid = self.records[transfer.name].nbytes - transfer.offset
+            self._count_written(transfer.name, min(memoryview(transfer.view).nbytes, valid))
 
     def leave_zero(self, name: str, nbytes: int) -> None:
         """Take ``nbytes`` of a record as written: they are zero since its slot was made."""
