@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -131,14 +131,17 @@ def each(
     with Arena(4 * MIB * len(roles), lock=False) as arena:
         views = {role: arena.take(role, 4 * MIB) for role in roles}
         for unit, start in spans:
-            transfers = []
-            for role in roles:
-                itemsize = 2 if role == "weights" else 4
-                view = views[role][: itemsize * MIB]
-                transfers.append(Transfer(f"{unit}.{role}", start * itemsize, view))
-            move(transfers)
-            transfers.clear()
+            move(transfers(unit, start, views))
         views.clear()
+
+
+def transfers(unit: str, start: int, views: Mapping[str, memoryview]) -> list[Transfer]:
+    """Return a slab of a unit's records."""
+    sizes = {role: 2 if role == "weights" else 4 for role in views}
+    return [
+        Transfer(f"{unit}.{role}", start * sizes[role], view[: sizes[role] * MIB])
+        for role, view in views.items()
+    ]
 
 
 @contextmanager
