@@ -202,6 +202,8 @@ class StoreConfig(_Section):
     """Seconds of work that a kill may cost, at most, when ``commit_every`` is auto."""
     retain: PositiveInt = 1
     """Generations kept; each costs a slot."""
+    spare_slots: NonNegativeInt = 0
+    """More slots, so that training need not wait for whoever reads a dropped generation."""
     reserve: bool = True
     """Allocate all slots before step 1, so that a full disk shows then."""
     io: Literal["auto", "posix", "kvikio"] = "auto"
@@ -223,6 +225,11 @@ class StoreConfig(_Section):
             return str(Codec.named(value))
         except UsageError as error:
             raise ValueError(str(error)) from None
+
+    @property
+    def slots(self) -> int:
+        """Complete places for all records: one for each generation kept, one to write to."""
+        return self.retain + 1 + self.spare_slots
 
     @property
     def codec_in_use(self) -> str | None:

@@ -20,6 +20,7 @@ from tiering.manifest import encode_json
 from tiering.records import Record
 from tiering.schema_files import write_schema_files
 from tiering.shares import spread
+from tiering.slot_table import Form
 from tiering.slots import metadata_documents
 from tiering.space import slots_nbytes
 from tiering.writer import StoreWriter
@@ -100,10 +101,12 @@ def _created(
         path=store,
         uuid=uuid,
         schema=schema,
-        records={record.name: record for record in records},
-        documents=metadata_documents(records),
+        form=Form(
+            records={record.name: record for record in records},
+            documents=metadata_documents(records),
+            places=spread(records, {drive.number: drive.share for drive in plan}),
+        ),
         drives=plan,
-        places=spread(records, {drive.number: drive.share for drive in plan}),
         store_lock=store_lock,
     )
     with writer:

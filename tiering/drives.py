@@ -15,7 +15,8 @@ import psutil
 
 from tiering import fsops
 from tiering.errors import CorruptionError, RefusedError, StorageError
-from tiering.manifest import FORMAT, encode_json, parse_object
+from tiering.fields import parse_object
+from tiering.manifest import FORMAT, encode_json
 
 _log = logging.getLogger(__name__)
 
@@ -152,10 +153,14 @@ def create_drive(store: Path, uuid: str, drive: Drive) -> None:
     """
     fsops.symlink(drive.link, link_of(store, drive.number))
     fsops.make_dir(drive.folder)
-    document = {"format": FORMAT, "uuid": uuid, "drive": drive.number}
-    fsops.write_file(drive.label, encode_json(document))
+    fsops.write_file(drive.label, expected_label(uuid, drive.number))
     fsops.fsync_dir(drive.folder)
     fsops.fsync_dir(drive.folder.parent)
+
+
+def expected_label(uuid: str, number: int) -> bytes:
+    """Return the content of the label of a drive."""
+    return encode_json({"format": FORMAT, "uuid": uuid, "drive": number})
 
 
 def drop_drive(store: Path, uuid: str, drive: Drive) -> None:
@@ -226,7 +231,9 @@ def _open_drive(store: Path, uuid: str, number: int, share: float) -> Drive:
     try:
         drive = _linked_drive(link, number, share)
     except OSError as error:
-        raise CorruptionError(f"drive {number}: {link} is no link: {error.strerror}") from error
+        raise CorruptionError(
+            f"drive {number}: {link} is no link: {error.strerror}", file=link, drive=number
+        ) from error
     if not drive.folder.is_dir():
         raise _lost(store, drive, "is missing")
     try:
@@ -237,7 +244,9 @@ def _open_drive(store: Path, uuid: str, number: int, share: float) -> Drive:
     if found != (uuid, number):
         raise CorruptionError(
             f"{drive.label}: belongs to drive {found[1]} of store {found[0]}, expected "
-            f"drive {number} of store {uuid}"
+            f"drive {number} of store {uuid}",
+            file=drive.label,
+            drive=number,
         )
     return drive
 
@@ -271,7 +280,9 @@ def _lost(store: Path, drive: Drive, state: str) -> CorruptionError:
     return CorruptionError(
         f"drive {drive.number}: folder {drive.folder} {state}; is its file system mounted? "
         f"{len(names)} records need it{listed}. The link is {link_of(store, drive.number)}; "
-        f"if the folder was moved: megatrain-ckpt attach {store} --drive FOLDER"
+        f"if the folder was moved: megatrain-ckpt attach {store} --drive FOLDER",
+        file=link_of(store, drive.number),
+        drive=drive.number,
     )
 
 

@@ -123,6 +123,18 @@ def claim(path: Path) -> int | None:
     return None
 
 
+def is_held(path: Path) -> bool:
+    """Return whether somebody holds ``path``; nobody can if it is gone."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        return not _flock(fd, fcntl.LOCK_EX, path)
+    finally:
+        os.close(fd)
+
+
 def _flock(fd: int, kind: int, path: Path) -> bool:
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)

@@ -116,7 +116,7 @@ def _claimed(store: Path, root: Root) -> Iterator[None]:
         LockedError: Somebody does; the message names the processes.
     """
     held = reap(store, {g.number for g in root.generations})
-    _refuse_readers(store, held.values())
+    _refuse_readers(store, held)
     with ExitStack() as stack:
         for generation in root.generations:
             path = store / generation.folder / "manifest.json"
