@@ -35,6 +35,7 @@ from tiering.slots import (
     create_slot,
     delete_slot,
     existing_slots,
+    finish_slot,
     locate,
     metadata_documents,
     places_of,
@@ -151,12 +152,20 @@ class StoreWriter(OpenStore):
         for slot in missing:
             if slot in self._protected():
                 raise RefusedError(f"{self.path}: slot {slot} is damaged and still being read")
-            self._make_slot(slot)
-        if missing:
-            with self._fatal():
-                self._sync([*self._drive_fds, self._store_fd])
+        self._make_slots(missing)
 
-    def _make_slot(self, slot: int) -> None:
+    def _make_slots(self, slots: Sequence[int]) -> None:
+        """Create slots, or create them anew; durable."""
+        if not slots:
+            return
+        for slot in slots:
+            self._fill_in(slot)
+        with self._fatal():
+            self._sync([*self._drive_fds, self._store_fd])
+            for slot in slots:
+                finish_slot(self.path, slot, documents=self._documents)
+
+    def _fill_in(self, slot: int) -> None:
         delete_slot(self.path, slot, drives=self.drives)
         create_slot(
             self.path,
@@ -191,9 +200,7 @@ class StoreWriter(OpenStore):
         self._metadata = {name: digest(data) for name, data in self._documents.items()}
         self._places, self._recasting = places, True
         self.drop_free_slots()
-        self._make_slot(slot)
-        with self._fatal():
-            self._sync([*self._drive_fds, self._store_fd])
+        self._make_slots([slot])
         self.working, self._written = slot, {}
         return slot
 

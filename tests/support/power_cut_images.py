@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,18 +23,21 @@ class Bounds:
 
     Attributes:
         every_subset_of: Up to so many effects that may be lost, every subset of them.
+        each: Of how many of them it is tried to lose only them, all else, or what comes after;
+            the newest and a draw of the others.
         random_subsets: How many more are drawn, with effects in part among them.
         parts_alone: Whether an effect in part is also tried with all others lost.
         stride: Of the points where only bytes of a shard are added, every so many are taken.
     """
 
     every_subset_of: int = 3
+    each: int = 6
     random_subsets: int = 2
     parts_alone: bool = False
     stride: int = 4
 
 
-THOROUGH = Bounds(every_subset_of=7, random_subsets=24, parts_alone=True, stride=1)
+THOROUGH = Bounds(every_subset_of=7, each=1000, random_subsets=24, parts_alone=True, stride=1)
 
 
 class Violation(AssertionError):
@@ -59,9 +63,14 @@ class Count:
 
 @dataclass(slots=True, kw_only=True)
 class Search:
-    """Materialises and checks the images of histories, each one only once."""
+    """Materialises and checks the images of histories, each one only once.
+
+    With ``collect`` it goes on after a violation, and keeps it in ``violations``.
+    """
 
     check: Check
+    collect: bool = False
+    violations: list[Violation] = field(default_factory=list)
     bounds: Bounds = field(default_factory=Bounds)
     seed: int = 0
     count: Count = field(default_factory=Count)
@@ -107,7 +116,10 @@ class Search:
         try:
             self.check(allowed)
         except Exception as error:
-            raise Violation(history, time, text, error) from error
+            found = Violation(history, time, text, error)
+            if not self.collect:
+                raise found from error
+            self.violations.append(found)
 
 
 def _is_bulk(effect: Effect) -> bool:
@@ -144,30 +156,50 @@ def choices(
         for choice in itertools.product((False, True), repeat=n):
             yield _words(pending, choice), choice
     else:
-        yield from _systematic(pending)
-    yield from _in_part(pending, bounds)
+        yield from _systematic(pending, _some(n, bounds, chance))
+    yield from _in_part(pending, _some(n, bounds, chance), bounds)
     for _ in range(bounds.random_subsets if n > 1 else 0):
         drawn = tuple(_draw(effect, chance) for effect in pending)
         yield _words(pending, drawn), drawn
 
 
-def _systematic(pending: Sequence[Effect]) -> Iterator[tuple[str, Choice]]:
+def _some(n: int, bounds: Bounds, chance: random.Random) -> list[int]:
+    """Return the newest of ``n`` and a draw of the others."""
+    newest = max(0, n - bounds.each // 2)
+    others = chance.sample(range(newest), min(newest, bounds.each - (n - newest)))
+    return sorted([*others, *range(newest, n)])
+
+
+def _systematic(pending: Sequence[Effect], some: Sequence[int]) -> Iterator[tuple[str, Choice]]:
     n = len(pending)
-    for k, effect in enumerate(pending):
+    for k in some:
+        effect = pending[k]
         yield f"only {effect.text}", tuple(i == k for i in range(n))
         yield f"all but {effect.text}", tuple(i != k for i in range(n))
         yield f"nothing after {effect.text}", tuple(i <= k for i in range(n))
     names = tuple(effect.folder >= 0 for effect in pending)
     yield "names without bytes", names
     yield "bytes without names", tuple(not name for name in names)
+    for device in sorted({effect.device for effect in pending}):
+        there = tuple(effect.device == device for effect in pending)
+        yield f"only what is on device {device}", there
+        yield f"only the names on device {device}", tuple(map(operator.and_, there, names))
+        yield f"all but what is on device {device}", tuple(not here for here in there)
 
 
-def _in_part(pending: Sequence[Effect], bounds: Bounds) -> Iterator[tuple[str, Choice]]:
+def _in_part(
+    pending: Sequence[Effect], some: Sequence[int], bounds: Bounds
+) -> Iterator[tuple[str, Choice]]:
     lengths = tuple(
         effect.folder >= 0 or Part(text="", kept=(), lengthened=True) for effect in pending
     )
     yield "names and lengths without bytes", lengths
-    for k, effect in enumerate(pending):
+    for device in sorted({effect.device for effect in pending}):
+        there = (effect.device == device for effect in pending)
+        text = f"only names and lengths on device {device}"
+        yield text, tuple(here and how for here, how in zip(there, lengths, strict=True))
+    for k in some:
+        effect = pending[k]
         for part in parts(effect):
             text = f"of {effect.text} {part.text}"
             yield f"{text}, all else", tuple(i != k or part for i in range(len(pending)))
