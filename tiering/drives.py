@@ -146,12 +146,9 @@ def _new_drive(store: Path, uuid: str, parent: Path, number: int) -> Drive:
 
 
 def create_drive(store: Path, uuid: str, drive: Drive) -> None:
-    """Create the store's link to ``drive`` and its folder with its label.
-
-    The folder is durable, the link once ``STORE/drives`` is synced. The link comes first: by it
-    the folder is found again after a kill.
-    """
+    """Create the store's link to ``drive`` and its folder with its label, all of it durable."""
     fsops.symlink(drive.link, link_of(store, drive.number))
+    fsops.fsync_dir(store / "drives")  # first: by the link the folder is found after a crash
     fsops.make_dir(drive.folder)
     fsops.write_file(drive.label, expected_label(uuid, drive.number))
     fsops.fsync_dir(drive.folder)

@@ -227,8 +227,6 @@ class _Mover:
         new = [drive for drive in targets if drive.number not in present]
         for drive in new:
             create_drive(self._store, self._root.uuid, drive)
-        if new:
-            fsops.fsync_dir(self._store / "drives")
         merged = {drive.number: replace(drive, share=0.0) for drive in self._drives}
         merged |= {drive.number: drive for drive in targets}
         self._list_drives([merged[number] for number in sorted(merged)])
@@ -278,6 +276,9 @@ class _Mover:
         """Take the drives that hold nothing any more out of the root, then remove them."""
         kept = {drive.number for drive in targets}
         leaving = [drive for drive in self._drives if drive.number not in kept]
+        for drive in leaving:
+            # Empty before it is forgotten, or a power cut may leave files that nobody looks for.
+            fsops.fsync_dir(drive.folder)
         # The root first: a drive that it lists must be there.
         self._list_drives([drive for drive in self._drives if drive.number in kept])
         for drive in leaving:

@@ -184,8 +184,14 @@ class StoreWriter(OpenStore):
 
     def ensure_slots(self, count: int) -> None:
         """Create or repair slots until there are ``count`` complete ones; durable."""
-        if self._slots.ensure(count):
+        self._finish(self._slots.ensure(count))
+
+    def _finish(self, slots: Sequence[int]) -> None:
+        """Make slots that were just created durable, and then complete."""
+        if slots:
             self._sync_all()
+            with self._fatal():
+                self._slots.finish(slots)
 
     def drop_free_slots(self, *, keep: int = 0) -> None:
         """Remove slots that no generation and no reader needs until ``keep`` of them are left."""
@@ -221,7 +227,7 @@ class StoreWriter(OpenStore):
         self._recasting = True
         self.drop_free_slots()
         self._slots.make(slot)
-        self._sync_all()
+        self._finish([slot])
         self.working, self._written = slot, {}
         return slot
 
