@@ -90,7 +90,7 @@ def find_drives(
     taken = {drive.number for drive in present}
     used: list[Drive] = []
     for folder in map(Path, map(os.path.abspath, folders)):
-        _require_folder(folder)
+        require_folder(folder)
         drive = _present_drive(folder, present)
         if drive is None:
             number = min(set(range(len(taken) + 1)) - taken)
@@ -108,7 +108,8 @@ def _is_same(one: Drive, other: Drive) -> bool:
     return named_alike and one.folder.parent.samefile(other.folder.parent)
 
 
-def _require_folder(folder: Path) -> None:
+def require_folder(folder: Path) -> None:
+    """Refuse what a drive cannot be made in: no folder, or one that this user may not write."""
     if not folder.is_dir():
         raise RefusedError(f"drive {folder}: no such folder; nothing is created there")
     if not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
