@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from checkpoint.interrupts import EXIT_INTERRUPTED
 from checkpoint.sizes import format_size, parse_size
 from tiering.errors import MegatrainError, UsageError
 from tiering.records import DEFAULT_CODEC
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 EXIT_FINDINGS = 1
 EXIT_STORAGE = 5
-EXIT_INTERRUPTED = 130
 
 _LAYOUTS = ("fp32", "split", "split8")
 _FORMATS = ("hf", "zarr", "dcp")
@@ -36,14 +36,19 @@ class ErrorGroup(click.Group):
         """Run the command."""
         try:
             return super().invoke(ctx)
-        except MegatrainError as error:
-            _fail(ctx, str(error), error.exit_code)
         except BrokenPipeError:
             raise  # click ends quietly when nobody reads standard output any more
-        except OSError as error:
-            _fail(ctx, str(error), EXIT_STORAGE)
-        except KeyboardInterrupt:
-            _fail(ctx, "interrupted", EXIT_INTERRUPTED)
+        except (MegatrainError, OSError, KeyboardInterrupt) as error:
+            _fail(ctx, str(error) or "interrupted", exit_code(error))
+
+
+def exit_code(error: BaseException) -> int:
+    """Return what a command that ends with ``error`` exits with."""
+    if isinstance(error, MegatrainError):
+        return error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return EXIT_INTERRUPTED
+    return EXIT_STORAGE if isinstance(error, OSError) else 1
 
 
 def _fail(ctx: click.Context, message: str, code: int) -> None:

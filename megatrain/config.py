@@ -35,7 +35,7 @@ _SIZE_UNITS: Mapping[str, int] = {"B": 1} | {
     for power, prefix in enumerate("KMGT", start=1)
 }
 _SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400}
-_LIMITS = ("train.device", "train.max_skipped", "train.any_family")
+_LIMITS = ("train.device", "train.max_skipped", "train.any_family", "train.stall_warning")
 _QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
 
 
@@ -149,6 +149,8 @@ class TrainConfig(_Section):
     """Try a model family that no parity test proves."""
     max_skipped: int = Field(default=20, ge=0)
     """Steps in a row without a finite gradient or a target before the run gives up."""
+    stall_warning: Seconds = 60.0
+    """Seconds after which an operation that has not ended is named in the log."""
 
     @field_validator("max_grad_norm")
     @classmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +19,15 @@ from megatrain.footprint import RAISE_LOCK
 from megatrain.lanes import make_lanes
 from megatrain.memory import Memory
 from megatrain.model.streamed import StreamedModel
-from megatrain.ops import Kind
+from megatrain.ops import Kind, Op
 from megatrain.optimizer import CpuAdam
 from megatrain.planner import Budget, DoesNotFitError, Plan, fit, smallest
 from megatrain.shape import PIECE, Shape, UnitShape
 from megatrain.side_files import as_folder
 from megatrain.stage import TORCH_DTYPES, Stage, held
+from megatrain.teardown import Teardown
 from megatrain.update import Update
+from megatrain.watchdog import Watch
 from tiering.arena import Arena
 from tiering.backends import cxl
 from tiering.errors import CapacityError, RefusedError
@@ -167,10 +169,14 @@ def start(
     device: torch.device,
     counts: dict[str, int],
     commit: Callable[[Applied], None],
+    leave: Callable[[BaseException], None],
 ) -> Iterator[Engine]:
-    """Allocate what the plan says, load the resident records, and give it all back at the end."""
+    """Allocate what the plan says, load the resident records, and give it all back at the end.
+
+    ``leave`` is called when the run has failed and cannot end, because a lane is stuck.
+    """
     train = config.train
-    with ExitStack() as stack:
+    with Teardown() as stack:
         arenas = _arenas(plan, config, stack)
         host = arenas[Tier.PINNED]
         stack.callback(gc.collect)  # tensors that alias the arena must be gone before it closes
@@ -195,11 +201,18 @@ def start(
         )
         adam = stack.enter_context(CpuAdam(betas=train.betas, eps=train.eps))
         update = Update(stage, adam, counts)
-        lanes = make_lanes(device)
+        lanes = make_lanes(device, _watch(store, config, leave))
         stack.callback(lanes.close)
         executor = Executor(stage, update, lanes, max_norm=train.max_grad_norm, commit=commit)
         yield Engine(stage=stage, executor=executor, update=update)
         del executor, update, stage, model, memory, pool
+
+
+def _watch(store: StoreWriter, config: RunConfig, leave: Callable[[BaseException], None]) -> Watch:
+    def files(thread: int, op: Op) -> Sequence[Path]:
+        return (store.path,) if op.kind is Kind.COMMIT else store.waits.of(thread)
+
+    return Watch(stall_warning_s=config.train.stall_warning, files=files, leave=leave)
 
 
 def _arenas(plan: Plan, config: RunConfig, stack: ExitStack) -> Mapping[Tier, Arena]:

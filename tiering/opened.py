@@ -143,6 +143,7 @@ class OpenStore:
         records: Every record by name, in the order of the manifest.
         drives: Where its shards lie.
         access: How each drive is read and written, and why.
+        waits: Which files each thread waits for.
     """
 
     def __init__(
@@ -168,6 +169,7 @@ class OpenStore:
         self._encoded: dict[int, Zarr3Backend] = {}
         places = {drive.number: place for place, drive in enumerate(self.drives)}
         self._files = RecordFiles(lambda drive: self.backends[places[drive]], self._encoded_backend)
+        self.waits = self._files.waits
 
     def _encoded_backend(self, drive: int) -> Zarr3Backend:
         """Return what moves the encoded shards of a drive; most stores have none."""

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -15,6 +15,7 @@ from tiering.backends.posix import address_of
 from tiering.codecs import ShardSpec, shard_spec
 from tiering.records import ALIGNMENT, Record, round_up
 from tiering.slots import Locations, Shard
+from tiering.waits import Waits
 
 BOUNCE_NBYTES = 4 << 20
 _ZEROS = memoryview(bytes(1 << 20))
@@ -53,19 +54,12 @@ class Transfer:
     view: memoryview
 
 
-@contextmanager
-def _together() -> Iterator[list[Future[int]]]:
-    """Lend a list for futures and wait for all of them; the first error is raised.
+@dataclass(slots=True)
+class _Batch:
+    """Transfers that were submitted together, and the files that they work on."""
 
-    Also after an error, and one of submitting: until they have ended the buffers are in use.
-    """
-    futures: list[Future[int]] = []
-    try:
-        yield futures
-    finally:
-        wait(futures)
-    for future in futures:
-        future.result()
+    futures: list[Future[int]] = field(default_factory=list)
+    paths: list[Path] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +72,7 @@ class RecordFiles:
     """Blocking, thread-safe transfers of records. Aligned ones move without a copy.
 
     ``plain`` and ``encoded`` return the backend of a drive for shards without and with a codec.
+    ``waits`` says which files each thread waits for.
     """
 
     def __init__(
@@ -85,6 +80,7 @@ class RecordFiles:
     ) -> None:
         self._plain = plain
         self._encoded = encoded
+        self.waits = Waits()
         self._slots: dict[int, _Slot] = {}
         self._local = threading.local()
 
@@ -131,9 +127,9 @@ class RecordFiles:
         """
         checked = [self._checked(slot, transfer) for transfer in transfers]
         heads = [self._aligned_nbytes(record, at, view) for record, at, view in checked]
-        with _together() as futures:
+        with self._together() as batch:
             for (record, offset, view), head in zip(checked, heads, strict=True):
-                self._submit(futures, slot, record, offset, view[:head], write=False)
+                self._submit(batch, slot, record, offset, view[:head], write=False)
         for (record, offset, view), head in zip(checked, heads, strict=True):
             if head < len(view):
                 self._read_bounced(slot, record, offset + head, view[head:])
@@ -146,9 +142,9 @@ class RecordFiles:
         """
         checked = [self._checked_write(slot, transfer) for transfer in transfers]
         heads = [self._aligned_nbytes(record, at, view) for record, at, view in checked]
-        with _together() as futures:
+        with self._together() as batch:
             for (record, offset, view), head in zip(checked, heads, strict=True):
-                self._submit(futures, slot, record, offset, view[:head], write=True)
+                self._submit(batch, slot, record, offset, view[:head], write=True)
         for (record, offset, view), head in zip(checked, heads, strict=True):
             if head < len(view):
                 self._write_bounced(slot, record, offset + head, view[head:])
@@ -194,15 +190,30 @@ class RecordFiles:
             return 0
         return len(view) - len(view) % ALIGNMENT
 
+    @contextmanager
+    def _together(self) -> Iterator[_Batch]:
+        """Lend a batch and wait for all that is put into it; the first error is raised.
+
+        Also after an error, and one of submitting: until they have ended the buffers are in use.
+        """
+        batch = _Batch()
+        try:
+            yield batch
+        finally:
+            with self.waits.on(batch.paths):
+                wait(batch.futures)
+        for future in batch.futures:
+            future.result()
+
     def _move(
         self, slot: int, record: Record, offset: int, view: memoryview, *, write: bool
     ) -> None:
-        with _together() as futures:
-            self._submit(futures, slot, record, offset, view, write=write)
+        with self._together() as batch:
+            self._submit(batch, slot, record, offset, view, write=write)
 
     def _submit(
         self,
-        futures: list[Future[int]],
+        batch: _Batch,
         slot: int,
         record: Record,
         offset: int,
@@ -216,7 +227,8 @@ class RecordFiles:
             backend = self._backend(record, shard)
             submit = backend.write if write else backend.read
             piece = view[segment.start : segment.start + segment.nbytes]
-            futures.append(submit(shard.path, segment.offset, piece))
+            batch.paths.append(shard.path)
+            batch.futures.append(submit(shard.path, segment.offset, piece))
 
     def _read_bounced(self, slot: int, record: Record, offset: int, view: memoryview) -> None:
         with self._bounce() as bounce:

@@ -5,7 +5,10 @@
  *   substring  of the path that the descriptor is open on
  *   after      calls that go through before the first one that is hit
  *   count      calls that are hit
- *   what       > 0: fails with this errno; <= 0: moves only -what bytes
+ *   what       > 0: fails with this errno; <= 0: moves only -what bytes;
+ *              10000 + n: is held, then fails with errno n, or goes through if n is 0
+ * A held call says so in the FIFO $IOFAULT_HOLD/held.OP, and waits for somebody who opens
+ * $IOFAULT_HOLD/go.OP for writing.
  * What a short read leaves out is overwritten, so that a caller who takes it for complete is seen.
  */
 #define _GNU_SOURCE
@@ -23,6 +26,7 @@
 #define FAULTS 8
 #define BLOCK 512
 #define NONE 1000000
+#define HELD 10000
 
 typedef struct {
     char op[16], path[256];
@@ -55,6 +59,21 @@ void iofault_set(const char *text) {
     parse(text);
 }
 
+static int open_of(const char *what, const char *op, int flags) {
+    char path[4096];
+    int fd;
+    snprintf(path, sizeof path, "%s/%s.%s", getenv("IOFAULT_HOLD"), what, op);
+    while ((fd = open(path, flags)) < 0 && errno == EINTR) {} /* a hung transfer ignores signals */
+    return fd;
+}
+
+static void hold(const char *op) {
+    int fd = open_of("held", op, O_WRONLY);
+    if (write(fd, "!", 1) < 0) perror("iofault: hold");
+    close(fd);
+    close(open_of("go", op, O_RDONLY));
+}
+
 /* What happens to this call: an errno, minus a number of bytes, or NONE. Every fault counts it. */
 static int fate(const char *op, int fd) {
     char link[64], path[4096];
@@ -70,6 +89,10 @@ static int fate(const char *op, int fd) {
         if (strcmp(f->op, op) || !strstr(path, f->path)) continue;
         long seen = atomic_fetch_add(&f->seen, 1);
         if (found == NONE && seen >= f->after && seen < f->after + f->count) found = f->what;
+    }
+    if (found >= HELD && found != NONE) {
+        hold(op);
+        return found == HELD ? NONE : found - HELD;
     }
     return found;
 }
