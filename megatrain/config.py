@@ -208,6 +208,8 @@ class StoreConfig(_Section):
     """More slots, so that training need not wait for whoever reads a dropped generation."""
     reserve: bool = True
     """Allocate all slots before step 1, so that a full disk shows then."""
+    verify_reads: Literal["first", "always"] = "first"
+    """Compare chunks with their checksums when they are first read, or at every read of a step."""
     io: Literal["auto", "posix", "kvikio"] = "auto"
     """What moves the shards; auto is kvikio where it is installed and finds a GPU."""
 

@@ -182,7 +182,8 @@ def start(
         arenas = _arenas(plan, config, stack)
         host = arenas[Tier.PINNED]
         stack.callback(gc.collect)  # tensors that alias the arena must be gone before it closes
-        pool = Pool(store, plan.step.placement, arenas)
+        always = config.store.verify_reads == "always"
+        pool = Pool(store, plan.step.placement, arenas, verify_reads=always)
         stack.callback(pool.close)
         pool.load()
         memory = Memory(plan.arenas, host=host, device=device)

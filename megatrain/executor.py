@@ -23,12 +23,12 @@ Handler = Callable[[Op, StepState], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What a step found out. ``odd_units`` are those whose gradient was not finite."""
+    """What a step found out. ``odd`` are the parameters whose gradient was not finite."""
 
     loss: float
     grad_norm: float
     applied: bool
-    odd_units: tuple[str, ...]
+    odd: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +110,7 @@ class Executor:
         state, holds = StepState.of(window, number=number, seed=seed), _Holds()
         self.seconds.clear()
         self.stage.pool.begin_step()
-        self.update.begin(rule, checksums=commit)
+        self.update.begin(rule)
 
         def handle(op: Op) -> None:
             holds.take(op)
@@ -121,9 +121,22 @@ class Executor:
             self.seconds[op.kind] += time.perf_counter() - began
 
         self.lanes.run(self._lists[commit], handle)
-        if not state.skip and not commit:
+        if state.skip:
+            self.update.forget()
+        elif not commit:
             self.update.applied(state)
+            self.stage.pool.applied(self.update.ledger.tables())
         return _result(state)
+
+    def flush(self) -> Mapping[str, np.ndarray]:
+        """Write what only RAM holds to the working slot; return the checksums of all records.
+
+        They are as the last applied step left them.
+        """
+        for op in self.stage.plan.ops:
+            if op.kind is Kind.FLUSH:
+                self.update.flush_record(op.unit)
+        return self.update.ledger.tables()
 
     def _table(self, gradients: Gradients) -> Mapping[Kind, Handler]:
         streaming, update = Streaming(self.stage), self.update
@@ -161,5 +174,5 @@ def _result(state: StepState) -> StepResult:
         loss=state.loss,
         grad_norm=state.grad_norm,
         applied=not state.skip,
-        odd_units=tuple(dict.fromkeys(state.odd_units)),
+        odd=tuple(dict.fromkeys(state.odd)),
     )

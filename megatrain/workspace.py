@@ -172,10 +172,16 @@ class _Blank:
     def read_all(self, transfers: Sequence[Transfer]) -> None:
         pass
 
+    def gather(self, name: str, offset: int, out: memoryview) -> None:
+        pass
+
     def write(self, name: str, offset: int, data: memoryview) -> None:
         pass
 
     def write_all(self, transfers: Sequence[Transfer]) -> None:
+        pass
+
+    def applied(self, checksums: object) -> None:
         pass
 
 

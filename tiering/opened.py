@@ -221,7 +221,8 @@ class OpenStore:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _chunk(self, name: str, index: int, slot: int, checksums: Table) -> ChunkRef:
+    def chunk_in(self, name: str, index: int, slot: int, checksums: Table) -> ChunkRef:
+        """Return where one chunk of a record lies in ``slot``; ``checksums`` are the record's."""
         record = self._files.records(slot)[name]
         geometry = record.geometry
         shard, place = divmod(index, geometry.chunks_per_shard)

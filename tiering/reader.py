@@ -66,7 +66,7 @@ class StoreReader(OpenStore):
 
     def chunk(self, name: str, index: int) -> ChunkRef:
         """Return where one chunk of a record lies and what its crc32c has to be."""
-        return self._chunk(name, index, self.generation.slot, self.checksums(name))
+        return self.chunk_in(name, index, self.generation.slot, self.checksums(name))
 
     def close(self) -> None:
         """Close every file, then give the generation back."""

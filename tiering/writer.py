@@ -114,7 +114,7 @@ class StoreWriter(OpenStore):
 
     def chunk(self, name: str, index: int) -> ChunkRef:
         """Return where one committed chunk lies and what its crc32c has to be."""
-        return self._chunk(name, index, self.manifest.slot, self.checksums(name))
+        return self.chunk_in(name, index, self.manifest.slot, self.checksums(name))
 
     @property
     def slots(self) -> frozenset[int]:
