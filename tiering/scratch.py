@@ -7,10 +7,9 @@ import threading
 from collections.abc import Mapping
 
 from tiering.backends.probe import open_unnamed
-from tiering.errors import CapacityError, StorageError
+from tiering.errors import FULL, CapacityError, StorageError
 from tiering.opened import OpenStore
 from tiering.records import ALIGNMENT, round_up
-from tiering.space import FULL
 
 
 class Scratch:

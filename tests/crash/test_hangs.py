@@ -23,7 +23,7 @@ from megatrain.lanes import CpuLanes, LaneError
 from megatrain.ops import ArenaName, Kind, Lane, Op, ScheduleError
 from megatrain.watchdog import Place, Seat, Watch, Watchdog
 from tests.support.faults import Fault, build_shim
-from tests.support.held_runs import HELD, Driver
+from tests.support.held_runs import Driver
 from tests.support.runs import run_config, tiny_llama, token_rows, train
 from tiering.store import open_reader
 
@@ -339,9 +339,9 @@ def run_file(tmp_path: Path, converted: Path, inputs: Sequence[Path], **changes:
 
 UNITS = ("outer_in", "layer.000", "layer.001", "outer_out")  # an index each: written when made
 HELD_AT = {
-    "a read": Fault(op="read", path="layer.001.master", count=1, errno=HELD),
-    "a write": Fault(op="write", path="/1.layer.001.exp_avg.0", after=1, errno=HELD),
-    "a commit": Fault(op="sync", path="manifests/2", count=1, errno=HELD),
+    "a read": Fault(op="read", path="/0.layer.001.master.0", count=1, held=True),
+    "a write": Fault(op="write", path="/1.layer.001.exp_avg.0", after=1, held=True),
+    "a commit": Fault(op="sync", path="manifests/2", count=1, held=True),
 }
 ASKED = {"a read": signal.SIGINT, "a write": signal.SIGTERM, "a commit": signal.SIGINT}
 
@@ -362,7 +362,7 @@ def test_asked_twice_a_run_ends_whatever_it_waits_for(tmp_path, driver, converte
 
 
 def test_a_command_ends_whose_main_thread_hangs(tmp_path, driver, inputs):
-    held = Fault(op="write", path="layer.001.weights", count=1, errno=HELD)
+    held = Fault(op="write", path="layer.001.weights", count=1, held=True)
     arguments = ["megatrain-ckpt", "convert", str(inputs[0]), str(tmp_path / "store")]
     command = driver.start(arguments, tmp_path / "talk", held)
     command.wait_until_held(held.op)
@@ -391,8 +391,8 @@ def test_a_failure_beside_a_lane_that_hangs_ends_the_process_with_its_code(
     tmp_path, driver, converted, inputs
 ):
     faults = [
-        Fault(op="write", path=".exp_avg.0", after=len(UNITS), count=1, errno=HELD),
-        Fault(op="read", path="/0.layer.001.exp_avg_sq.0", errno=HELD + errno.EIO),
+        Fault(op="write", path=".exp_avg.0", after=len(UNITS), count=1, held=True),
+        Fault(op="read", path="/0.layer.001.exp_avg_sq.0", held=True, errno=errno.EIO),
     ]
     path = run_file(tmp_path, converted, inputs, train__stall_warning=0.3)
     command = driver.start(["megatrain", "train", str(path)], tmp_path / "talk", *faults)

@@ -21,16 +21,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megatrain.optimizer import load_kernel
-from tests.support.faults import Fault, faulty_environment
+from tests.support.children import MODULES
+from tests.support.faults import Fault, as_text, faulty_environment
 
-HELD = 10000  # as ``Fault.errno``: the call waits until it is let go; plus an errno: then it fails
 GRACE_S = 0.3
 PATIENCE_S = 60
-MODULES = (
-    "transformers.models.llama.modeling_llama",
-    "megatrain.ckpt_cli",
-    "megatrain.run",
-)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -111,8 +106,7 @@ class Driver:
             os.mkfifo(folder / f"held.{op}")
             os.mkfifo(folder / f"go.{op}")
         (folder / "said").touch()
-        text = ";".join(map(str, faults))
-        pid = self.ask(start=list(arguments), folder=str(folder), faults=text)
+        pid = self.ask(start=list(arguments), folder=str(folder), faults=as_text(faults))
         return Command(pid=pid, folder=folder, _driver=self)
 
     def __enter__(self) -> Driver:
