@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -14,7 +15,7 @@ import click
 
 from checkpoint.interrupts import EXIT_INTERRUPTED
 from checkpoint.sizes import format_size, parse_size
-from tiering.errors import MegatrainError, UsageError
+from tiering.errors import MegatrainError, StorageError, UsageError
 from tiering.records import DEFAULT_CODEC
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class ErrorGroup(click.Group):
         except BrokenPipeError:
             raise  # click ends quietly when nobody reads standard output any more
         except (MegatrainError, OSError, KeyboardInterrupt) as error:
-            _fail(ctx, str(error) or "interrupted", exit_code(error))
+            _fail(ctx, _told(error), exit_code(error))
 
 
 def exit_code(error: BaseException) -> int:
@@ -49,6 +50,13 @@ def exit_code(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt):
         return EXIT_INTERRUPTED
     return EXIT_STORAGE if isinstance(error, OSError) else 1
+
+
+def _told(error: BaseException) -> str:
+    """Say what failed in the words of the errors that are expected."""
+    if not isinstance(error, OSError) or not isinstance(error.filename, str | os.PathLike):
+        return str(error) or "interrupted"
+    return str(StorageError("use", error.filename, errno=error.errno or 0))
 
 
 def _fail(ctx: click.Context, message: str, code: int) -> None:

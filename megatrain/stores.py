@@ -29,6 +29,7 @@ METRICS_FILE = "metrics.jsonl"
 CONVERTED_FILE = "converted.json"
 STORE_ROOT = "zarr.json"
 STORE_FOLDER = "store"
+_UNKNOWN = ""  # the uuid of a store that is being made
 
 
 class ConversionObserver(Protocol):
@@ -206,7 +207,7 @@ def _convert(
         if stop.requested:
             raise KeyboardInterrupt
 
-    with _folder(config.out):
+    with _folder(config.out), _begun(config, target):
         convert(
             config.model,
             target,
@@ -217,7 +218,23 @@ def _convert(
             on_plan=observer.on_conversion,
             on_progress=on_progress,
         )
-    _write(config.out, CONVERTED_FILE, json.dumps(_origin(config, target)))
+    _write(config.out, CONVERTED_FILE, json.dumps(_origin(config, read_root(target).uuid)))
+
+
+@contextmanager
+def _begun(config: RunConfig, target: Path) -> Iterator[None]:
+    """Say beforehand of which model the store will be; an exception before it is there takes it back.
+
+    A kill may come between the store's first commit and what is said after it.
+    """
+    try:
+        _write(config.out, CONVERTED_FILE, json.dumps(_origin(config, _UNKNOWN)))
+        yield
+    except BaseException:
+        if not is_store(target):
+            for name in (CONVERTED_FILE, f"{CONVERTED_FILE}.new"):
+                fsops.unlink(config.out / name, missing_ok=True)
+        raise
 
 
 @contextmanager
@@ -235,9 +252,9 @@ def _folder(path: Path) -> Iterator[None]:
         raise
 
 
-def _origin(config: RunConfig, store: Path) -> Mapping[str, str]:
+def _origin(config: RunConfig, uuid: str) -> Mapping[str, str]:
     """Return what :data:`CONVERTED_FILE` says of a store: the one, and the folder it is from."""
-    return {"model": str(config.model.resolve()), "store": read_root(store).uuid}
+    return {"model": str(config.model.resolve()), "store": uuid}
 
 
 # -- refusing ----------------------------------------------------------------------------------
@@ -254,11 +271,14 @@ def require_usable_out(out: Path) -> None:
 
 def _require_same_model(config: RunConfig, target: Path) -> None:
     """Refuse a store that is not known to be the finished conversion of the run's model."""
+    path = config.out / CONVERTED_FILE
     try:
-        found = json.loads((config.out / CONVERTED_FILE).read_bytes())
-    except (OSError, ValueError):
+        found = json.loads(path.read_bytes())
+    except (FileNotFoundError, ValueError):
         found = None
-    if found == _origin(config, target):
+    except OSError as error:
+        raise StorageError("read", path, errno=error.errno or 0) from error
+    if found in [_origin(config, uuid) for uuid in (_UNKNOWN, read_root(target).uuid)]:
         log.warning("using %s, which was converted from %s before", target, config.model)
         return
     raise RefusedError(

@@ -7,6 +7,9 @@ import os
 from pathlib import Path
 from typing import ClassVar
 
+NOT_THERE = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
+"""What the kernel says where a path is wrong, and not the drive."""
+
 FULL = frozenset({errnos.ENOSPC, errnos.EDQUOT, errnos.EFBIG})
 """What the kernel says where there is no room: of the drive, of a quota, of a file's limit."""
 

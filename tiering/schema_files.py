@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
 from tiering import fsops
-from tiering.errors import CorruptionError
+from tiering.errors import CorruptionError, StorageError
 from tiering.fields import parse_object
 from tiering.manifest import digest, encode_json
 
@@ -77,3 +77,5 @@ def _read(path: Path) -> bytes:
         raise CorruptionError(
             f"{path}: missing; it was written when the store was made", file=path
         ) from error
+    except OSError as error:
+        raise StorageError("read", path, errno=error.errno or 0) from error

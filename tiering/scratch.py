@@ -52,7 +52,9 @@ class Scratch:
         except OSError as error:
             os.close(fd)
             if error.errno not in FULL:
-                raise StorageError("reserve scratch in", folder, errno=error.errno or 0) from error
+                raise StorageError(
+                    "reserve scratch in", folder, errno=error.errno or 0, wanted=nbytes
+                ) from error
             free = self._store.drives[drive].free_nbytes()
             raise CapacityError(
                 f"drive {drive} full: scratch {name} needs {nbytes} B in {folder}, {free} B free"

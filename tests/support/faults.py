@@ -30,6 +30,7 @@ CALLS = (
     "reserve",
     "truncate",
     "open",
+    "create",
     "list",
     "mkdir",
     "unlink",
@@ -47,6 +48,7 @@ class Fault:
 
     Attributes:
         op: One of :data:`CALLS`.
+        every: Only each so many of them, from the first on.
         errno: The calls fail with it; if it is 0, they move only ``moves`` bytes.
         moves: Bytes; HALF: of what was asked for.
         delay_ms: The calls wait, and then do what they should; instead of failing.
@@ -58,6 +60,7 @@ class Fault:
     path: str
     after: int = 0
     count: int = 1 << 30
+    every: int = 1
     errno: int = 0
     moves: int = 0
     delay_ms: int = 0
@@ -65,7 +68,7 @@ class Fault:
     kill: str = ""
 
     def __str__(self) -> str:
-        return f"{self.op}:{self.path}:{self.after}:{self.count}:{self._what()}"
+        return f"{self.op}:{self.path}:{self.after}:{self.count}:{self.every}:{self._what()}"
 
     def _what(self) -> str:
         if self.kill:

@@ -1,12 +1,12 @@
 /* Makes chosen calls on chosen files fail, end early, wait or kill, below the interpreter (LD_PRELOAD).
  *
- * IOFAULT="op:part:after:count:what[;...]"
- *   op     read, write, sync, reserve (fallocate), open, list (opendir), mkdir, unlink,
- *          rename, link, truncate
+ * IOFAULT="op:part:after:count:every:what[;...]"
+ *   op     read, write, sync, reserve (fallocate), open, create (open that may), list (opendir),
+ *          mkdir, unlink, rename, link, truncate
  *   part   of the path: of the name given, or of what the descriptor is open on
  *   after  calls that go through before the first one that is hit
- *   count  calls that are hit
- *   what   eN fails with errno N     mN moves only N bytes, m-1 half of them
+ *   count  calls from there on of which the first, and then each that is ``every`` later, is hit
+ *   what   eN fails with errno N     mN moves only N bytes, m-1 half of them, pages from a page on
  *          dN first waits N ms       k  kills the process before the call
  *          t  writes half of the bytes, then kills (other calls are made, then it kills)
  *          hN is held, then fails with errno N, or is made if N is 0: it says so in the FIFO
@@ -35,11 +35,12 @@
 
 #define FAULTS 16
 #define BLOCK 512
+#define PAGE 4096
 #define PATH 4096
 
 typedef struct {
     char op[16], path[256], what;
-    long after, count, value;
+    long after, count, every, value;
     atomic_long seen, hits;
 } fault_t;
 
@@ -55,7 +56,8 @@ static pthread_once_t once = PTHREAD_ONCE_INIT;
 static void parse(const char *at) {
     while (at && *at && shared->faults < FAULTS) {
         fault_t *f = &shared->fault[shared->faults];
-        if (sscanf(at, "%15[^:]:%255[^:]:%ld:%ld:%c%ld", f->op, f->path, &f->after, &f->count, &f->what, &f->value) >= 5)
+        if (sscanf(at, "%15[^:]:%255[^:]:%ld:%ld:%ld:%c%ld", f->op, f->path, &f->after, &f->count,
+                   &f->every, &f->what, &f->value) == 7)
             shared->faults++;
         at = strchr(at, ';');
         if (at) at++;
@@ -127,7 +129,7 @@ static fate_t judge(const char *op, const char *path) {
         if (strcmp(f->op, op) || !strstr(path, f->path)) continue;
         snprintf(shared->last, sizeof shared->last, "%s %.4000s", op, path);
         long seen = atomic_fetch_add(&f->seen, 1);
-        if (found.what || seen < f->after || seen - f->after >= f->count) continue;
+        if (found.what || seen < f->after || seen - f->after >= f->count || (seen - f->after) % f->every) continue;
         atomic_fetch_add(&f->hits, 1);
         found = (fate_t){f->what, f->value};
     }
@@ -187,7 +189,9 @@ static fate_t fate_at(const char *op, int folder, const char *name) {
     if (!real) real = (__typeof__(real))dlsym(RTLD_NEXT, #name)
 
 static size_t limit_of(fate_t f, size_t length) {
-    return f.what == 't' || f.value < 0 ? length / 2 : (size_t)f.value;
+    if (f.what != 't' && f.value >= 0) return (size_t)f.value;
+    size_t half = length - length / 2; /* never 0: of a byte all */
+    return length < PAGE ? half : (half + PAGE - 1) / PAGE * PAGE;
 }
 
 static ssize_t read_short(ssize_t got, const struct iovec *v, int count, size_t limit) {
@@ -216,7 +220,9 @@ static ssize_t read_short(ssize_t got, const struct iovec *v, int count, size_t 
         if (f.what == 'e') { errno = (int)f.value; return -1; } \
         if (is_write) return WRITE_SHORT(real(fd, b, n __VA_ARGS__), length); \
         struct iovec v = {(void *)b, length}; \
-        return read_short(real(fd, b, n __VA_ARGS__), &v, 1, limit_of(f, length)); \
+        size_t limit = limit_of(f, length); \
+        if (!strcmp(#name, "read") && limit < n) n = limit; /* or the position were beyond it */ \
+        return read_short(real(fd, b, n __VA_ARGS__), &v, 1, limit); \
     }
 
 #define VECTOR(name, op, is_write, parameters, ...) \
@@ -294,9 +300,10 @@ WHOLE(linkat, fate_at("link", e, q), FAILED, (int d, const char *p, int e, const
         REAL(name); \
         va_list rest; \
         va_start(rest, flags); \
-        mode_t mode = flags & O_CREAT || (flags & O_TMPFILE) == O_TMPFILE ? va_arg(rest, mode_t) : 0; \
+        int creates = flags & O_CREAT || (flags & O_TMPFILE) == O_TMPFILE; \
+        mode_t mode = creates ? va_arg(rest, mode_t) : 0; \
         va_end(rest); \
-        fate_t f = fate_at("open", folder, p); \
+        fate_t f = fate_at(creates ? "create" : "open", folder, p); \
         if (f.what == 'e' || f.what == 'm') { errno = f.what == 'e' ? (int)f.value : EIO; return -1; } \
         int fd = real(__VA_ARGS__); \
         if (f.what == 't') die(); \

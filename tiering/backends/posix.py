@@ -153,7 +153,14 @@ def _move_once(
 
 
 def _path_of(file: File) -> Path:
-    return file if isinstance(file, Path) else Path(f"/proc/self/fd/{file}")
+    """Return where a file is; one without a name is called by the folder that it is in."""
+    if isinstance(file, Path):
+        return file
+    link = Path(f"/proc/self/fd/{file}")
+    try:
+        return Path(os.readlink(link))
+    except OSError:
+        return link
 
 
 def require_aligned(path: File, offset: int, view: memoryview, alignment: int) -> None:
