@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from tiering import fsops
 from tiering.fsops import Operation
 
 NEVER = 1 << 60
+PRODUCT = ("tiering", "checkpoint", "megatrain", "backends")
+SYNCS = ("fsync", "fsync folder", "sync")
 
 # A tree is what a folder holds, by path below it: bytes of a file, target of a link, or nothing.
 Tree = Mapping[str, bytes | str | None]
@@ -27,15 +31,25 @@ Tree = Mapping[str, bytes | str | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """An operation in time; ``end`` is NEVER if it did not succeed. ``device`` is what it syncs."""
+    """An operation in time, and where in the program; ``end`` is NEVER if it did not succeed.
+
+    ``device`` is the file system that it syncs.
+    """
 
     operation: Operation
+    where: str
     begin: int
     end: int
     device: int
 
     def __str__(self) -> str:
         return f"{self.operation.action} {'/'.join(self.operation.path.parts[-2:])}"
+
+    def cut(self, time: int) -> Step:
+        """Return what is left of it when its process is killed at ``time``."""
+        if self.end <= time:
+            return self
+        return replace(self, end=NEVER if self.operation.action in SYNCS else time)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -89,7 +103,9 @@ class Recording:
             number = len(self.steps)
             device = os.stat(operation.path).st_dev if operation.action == "sync" else 0
             absent = operation.action == "open" and not os.path.lexists(operation.path)
-            step = Step(operation=operation, begin=self._tick(), end=NEVER, device=device)
+            step = Step(
+                operation=operation, where=_caller(), begin=self._tick(), end=NEVER, device=device
+            )
             self.steps.append(step)
 
         def ended() -> None:
@@ -104,17 +120,27 @@ class Recording:
         return self._clock
 
     def killed(self, time: int) -> Recording:
-        """Return what is recorded of a process that was killed at ``time``, all of it visible."""
+        """Return what is recorded of a process that was killed at ``time``.
+
+        What it had begun to change is visible to the next; what it had begun to sync is not synced.
+        """
         before = Recording.__new__(Recording)
         before.__dict__.update(self.__dict__)
-        before.steps = [
-            step if step.end <= time else replace(step, end=NEVER)
-            for step in self.steps
-            if step.begin <= time
-        ]
+        before.steps = [step.cut(time) for step in self.steps if step.begin <= time]
         before.marks = [mark for mark in self.marks if mark.time <= time]
         before._clock = time + 1
         return before
+
+
+def _caller() -> str:
+    """Return which function of the product asked for the step that is being recorded."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if path.parent.name in PRODUCT and path.name != "fsops.py":
+            return f"{path.parent.name}/{path.name} {frame.f_code.co_name.lstrip('_')}"
+        frame = frame.f_back
+    return "?"
 
 
 Names = Mapping[tuple[int, str], int]  # (folder, name) -> node; the root is node 0
@@ -154,6 +180,7 @@ class Effect:
     """
 
     text: str
+    path: Path
     begin: int
     end: int
     device: int
@@ -276,6 +303,7 @@ class History:
         of = change["folder"] if "folder" in change else change["node"]
         effect = Effect(
             text=text or str(step),
+            path=step.operation.path,
             begin=step.begin,
             end=step.end,
             device=self.nodes[of].device,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import random
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from tests.support.power_cut import Effect, History, Part, Tree, materialise
 
 SECTOR, PAGE = 512, 4096
+_IN_SLOT = re.compile(r"/slots/\d+/|/(\d+|shared[^/.]*)\.[^/]*$")
 
 Choice = tuple[bool | Part, ...]  # for each effect that may be lost: lost, there, or in part
 Check = Callable[[Any], None]  # gets what is allowed; raises if the files are anything else
@@ -27,7 +29,8 @@ class Bounds:
             the newest and a draw of the others.
         random_subsets: How many more are drawn, with effects in part among them.
         parts_alone: Whether an effect in part is also tried with all others lost.
-        stride: Of the points where only bytes of a shard are added, every so many are taken.
+        stride: Of the points where a slot or its shards are filled or removed, which are many
+            and alike, every so many are taken.
     """
 
     every_subset_of: int = 3
@@ -76,15 +79,15 @@ class Search:
     count: Count = field(default_factory=Count)
     _seen: set[Any] = field(default_factory=set)
 
-    def run(self, history: History) -> Count:
-        """Check every image of every point.
+    def run(self, history: History, *, since: int = 0) -> Count:
+        """Check every image of every point from ``since`` on.
 
         Raises:
             Violation: One of them is wrong.
         """
         chance = random.Random(self.seed)
         durable = history.durable_from()
-        for time in self._points(history):
+        for time in self._points(history, since):
             self.count.points += 1
             begun = [
                 (effect, durable[number] <= time)
@@ -97,12 +100,12 @@ class Search:
                 self._try(history, time, text, history.tree(_chosen(begun, choice)))
         return self.count
 
-    def _points(self, history: History) -> Iterator[int]:
+    def _points(self, history: History, since: int) -> Iterator[int]:
         skipped = 0
         bulk = {effect.begin for effect in history.effects if _is_bulk(effect)}
         for time in history.points():
             skipped = (skipped + 1) % self.bounds.stride if time in bulk else 0
-            if not skipped:
+            if time >= since and not skipped:
                 yield time
 
     def _try(self, history: History, time: int, text: str, tree: Tree) -> None:
@@ -123,8 +126,8 @@ class Search:
 
 
 def _is_bulk(effect: Effect) -> bool:
-    """Whether it is of the files that hold records, which are many and alike."""
-    return effect.node >= 0 and effect.text.split("/")[-1].split(".")[0].isdecimal()
+    """Whether it is one of many that fill or remove a slot."""
+    return not effect.text.startswith("rename") and _IN_SLOT.search(str(effect.path)) is not None
 
 
 def _chosen(

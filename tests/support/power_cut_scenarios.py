@@ -31,7 +31,6 @@ from tiering.zarr_documents import shard_index
 
 RECORDS = (
     small_record("a", "float32", 4097),
-    small_record("b", "bfloat16", 10),
     small_record("c", "float32", 3, shared=True),
     small_record("d", "float32", 4097, codec="blosc-lz4-bitshuffle"),
 )
@@ -246,11 +245,19 @@ class Workplace:
 
     # -- a kill before the power cut -------------------------------------------------------------
 
-    def killed(self, scenario: Scenario, time: int) -> Recording:
-        """Return what is recorded of a scenario killed at ``time``, and make its files so."""
-        recording = scenario.recording.killed(time)
-        materialise(History(recording).visible(), self.folder)
-        return Recording(self.folder, recording)
+    def resumed(self, before: Scenario, time: int, retain: int = 1) -> Scenario:
+        """Kill ``before`` at ``time``, lose nothing by that, open the store and commit again."""
+        killed = before.recording.killed(time)
+        materialise(History(killed).visible(), self.folder)
+        recording = Recording(self.folder, killed)
+        with recording.running(), open_writer(self.store) as writer:
+            step = writer.manifest.step
+            recording.allow(allowed(step))
+            writer.ensure_slots(retain + 1)
+            recording.allow(allowed(step, step + 1))
+            fill(writer, step + 1, retain=retain)
+            recording.allow(allowed(step + 1))
+        return Scenario(recording=recording, check=before.check)
 
 
 def assert_indexes(writer: StoreWriter) -> None:
