@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -11,20 +13,21 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from checkpoint.interrupts import EXIT_INTERRUPTED
 from checkpoint.sizes import format_size, parse_size
-from tiering.errors import MegatrainError, UsageError
+from tiering.errors import MegatrainError, StorageError, UsageError
+from tiering.records import DEFAULT_CODEC
 
 if TYPE_CHECKING:
     from checkpoint.plan import Plan
+    from checkpoint.recode import Cut
 
 EXIT_FINDINGS = 1
 EXIT_STORAGE = 5
-EXIT_INTERRUPTED = 130
 
 _LAYOUTS = ("fp32", "split", "split8")
 _FORMATS = ("hf", "zarr", "dcp")
 _TIERS = ("nvme", "zarr")
-DEFAULT_CODEC = "blosc-zstd-shuffle"
 
 
 class ErrorGroup(click.Group):
@@ -34,14 +37,26 @@ class ErrorGroup(click.Group):
         """Run the command."""
         try:
             return super().invoke(ctx)
-        except MegatrainError as error:
-            _fail(ctx, str(error), error.exit_code)
         except BrokenPipeError:
             raise  # click ends quietly when nobody reads standard output any more
-        except OSError as error:
-            _fail(ctx, str(error), EXIT_STORAGE)
-        except KeyboardInterrupt:
-            _fail(ctx, "interrupted", EXIT_INTERRUPTED)
+        except (MegatrainError, OSError, KeyboardInterrupt) as error:
+            _fail(ctx, _told(error), exit_code(error))
+
+
+def exit_code(error: BaseException) -> int:
+    """Return what a command that ends with ``error`` exits with."""
+    if isinstance(error, MegatrainError):
+        return error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return EXIT_INTERRUPTED
+    return EXIT_STORAGE if isinstance(error, OSError) else 1
+
+
+def _told(error: BaseException) -> str:
+    """Say what failed in the words of the errors that are expected."""
+    if not isinstance(error, OSError) or not isinstance(error.filename, str | os.PathLike):
+        return str(error) or "interrupted"
+    return str(StorageError("use", error.filename, errno=error.errno or 0))
 
 
 def _fail(ctx: click.Context, message: str, code: int) -> None:
@@ -74,6 +89,7 @@ def _only(option: str, value: str, built: str) -> None:
 
 _json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 _generation = click.option("--generation", type=int, help="Not the newest but this generation.")
+_only_one = click.option("--generation", type=int, help="Not all generations but this one.")
 
 
 @click.group(cls=ErrorGroup, context_settings={"help_option_names": ["-h", "--help"]})
@@ -145,7 +161,7 @@ def convert(
     from checkpoint.convert import convert as run
     from checkpoint.schema import Layout
 
-    with _progress("converting") as on_progress:
+    with _said(), _progress("converting") as on_progress:
         schema = run(
             src,
             store,
@@ -261,24 +277,163 @@ def inspect(store: Path, generation: int | None, as_json: bool) -> None:
 @cli.command()
 @click.argument("store", type=FOLDER, callback=_path)
 @click.option("--deep", is_flag=True, help="Read every byte and compare it with its checksum.")
-@_generation
+@_only_one
 @_json
 @click.pass_context
 def verify(
     ctx: click.Context, store: Path, deep: bool, generation: int | None, as_json: bool
 ) -> None:
-    """Check that STORE is what was committed; exit code 1 if it is not."""
+    """Check that every generation of STORE is what was committed; exit code 1 if one is not."""
     from checkpoint.verify import verify as run
 
     with _progress("verifying") as on_progress:
         findings = run(store, deep=deep, generation=generation, on_progress=on_progress)
     if as_json:
-        _print_json({"ok": findings.ok, **asdict(findings)})
+        from checkpoint.render import findings_document
+
+        _print_json(findings_document(findings))
     else:
         from checkpoint.render import findings_report, show
 
         show(findings_report(findings))
     ctx.exit(0 if findings.ok else EXIT_FINDINGS)
+
+
+@cli.command()
+@click.argument("store", type=FOLDER, callback=_path)
+@click.option(
+    "--drive",
+    "drives",
+    multiple=True,
+    type=FOLDER,
+    callback=_path,
+    help="A folder on a drive to lie on from now on; repeat for each.",
+)
+@click.option("--tier", type=click.Choice(_TIERS), help="nvme: raw shards, zarr: encoded ones.")
+@click.option("--codec", metavar="NAME", help=f"Of the zarr tier.  [default: {DEFAULT_CODEC}]")
+@click.option("--shard-size", metavar="SIZE", callback=_size, help="Cut shards of about this size.")
+@click.option(
+    "--records",
+    metavar="PATTERN",
+    multiple=True,
+    default=("*",),
+    help="Encode or cut only records with such names; repeat for more.  [default: all]",
+)
+@_json
+def shard(
+    store: Path,
+    drives: tuple[Path, ...],
+    tier: str | None,
+    codec: str | None,
+    shard_size: int | None,
+    records: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Move STORE to other drives, or encode or cut its shards in another way.
+
+    Whatever happens meanwhile, the store is whole; run the command again to go on.
+    """
+    cut = _cut(tier, codec, shard_size, records)
+    if not drives and cut is None:
+        raise UsageError("nothing to do: give --drive, --tier or --shard-size")
+    from checkpoint.shard import shard as run
+
+    with _said():
+        sharded = run(store, drives=drives, cut=cut, progress=_progress)
+    from checkpoint.render import shard_document, sharded_report, show
+
+    if as_json:
+        _print_json({"store": str(store), **shard_document(sharded)})
+    else:
+        show(sharded_report(sharded, str(store)))
+
+
+def _cut(
+    tier: str | None, codec: str | None, shard_size: int | None, records: tuple[str, ...]
+) -> Cut | None:
+    if codec is not None and tier != "zarr":
+        raise UsageError(f"--codec {codec}: shards are encoded in the zarr tier; add --tier zarr")
+    if tier is None and shard_size is None:
+        return None
+    from checkpoint.recode import Cut
+
+    codecs = {None: None, "nvme": "", "zarr": codec or DEFAULT_CODEC}
+    return Cut(codec=codecs[tier], shard_nbytes=shard_size, records=records)
+
+
+@cli.command()
+@click.argument("store", type=FOLDER, callback=_path)
+@click.option(
+    "--drive",
+    "drives",
+    multiple=True,
+    required=True,
+    type=FOLDER,
+    callback=_path,
+    help="Where a drive of STORE is now: the folder with drive.json, or the one above it.",
+)
+@_json
+def attach(store: Path, drives: tuple[Path, ...], as_json: bool) -> None:
+    """Tell STORE where drives are that were moved or mounted elsewhere."""
+    from tiering.attaching import attach_drives
+
+    attached = attach_drives(store, drives)
+    if as_json:
+        lines = [{"drive": drive.number, "folder": str(drive.folder)} for drive in attached]
+        _print_json({"store": str(store), "drives": lines})
+    else:
+        for drive in attached:
+            click.echo(f"{store}: drive {drive.number} is at {drive.folder}")
+
+
+@cli.command()
+@click.argument("store", type=FOLDER, callback=_path)
+@click.option(
+    "--keep",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Keep the last N generations that are whole.",
+)
+@click.option("--yes", is_flag=True, help="Do it; without this nothing is changed.")
+@_json
+def prune(store: Path, keep: int, yes: bool, as_json: bool) -> None:
+    """Drop generations of STORE, damaged ones first, and the files that nobody needs then.
+
+    One slot stays to be written to. What a process reads stays until it ends.
+    """
+    from checkpoint.retention import prune as run
+
+    pruned = run(store, keep=keep, yes=yes)
+    if as_json:
+        _print_json(asdict(pruned))
+    else:
+        from checkpoint.render import pruned_report, show
+
+        show(pruned_report(pruned))
+
+
+class _Echo(logging.Handler):
+    """Says what is logged on standard error."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one message."""
+        click.echo(record.getMessage(), err=True)
+
+
+@contextmanager
+def _said() -> Iterator[None]:
+    """Say what the drives were measured to do and how much each of them takes."""
+    logger, echo = logging.getLogger("tiering.bandwidth"), _Echo(logging.INFO)
+    before = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(echo)
+    try:
+        yield
+    finally:
+        logger.removeHandler(echo)
+        logger.setLevel(before)
 
 
 @contextmanager

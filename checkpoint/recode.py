@@ -15,7 +15,7 @@ from tiering.checksum import crc32c
 from tiering.codecs import Codec
 from tiering.errors import CorruptionError, UsageError
 from tiering.records import ALIGNMENT, Record, round_up
-from tiering.slots import round_robin
+from tiering.shares import spread
 from tiering.store import ChunkRef, StoreWriter, open_writer
 
 Progress = Callable[[int, int], None]
@@ -78,7 +78,8 @@ def recode(store: Path, cut: Cut, *, on_progress: Progress | None = None) -> Rec
             return None
         nbytes_before = _nbytes(writer)
         manifest = writer.manifest
-        slot = writer.recast(after, round_robin(after, len(writer.drives)))
+        shares = {drive.number: drive.share for drive in writer.drives}
+        slot = writer.recast(after, spread(after, shares))
         _Copy(writer, manifest.slot, slot, on_progress).run(before)
         assert writer.root is not None  # it was opened
         generation = writer.commit(

@@ -57,10 +57,15 @@ class UnitLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriveLine:
-    """One drive: what the generation's shards are long, and how much of it takes up room."""
+    """One drive: what the generation's shards are long, and how much of it takes up room.
+
+    ``share`` is what the drive is meant to hold of all bytes.
+    """
 
     drive: int
     folder: str
+    share: float
+    files: int
     nbytes: int
     allocated_nbytes: int
     free_nbytes: int
@@ -153,17 +158,21 @@ def _units(schema: Schema) -> Iterator[UnitLine]:
 
 
 def _drives(reader: StoreReader) -> Iterator[DriveLine]:
+    files: Counter[int] = Counter()
     lengths: Counter[int] = Counter()
     allocated: Counter[int] = Counter()
     shards = {(chunk.drive, chunk.path) for name in reader.records for chunk in reader.chunks(name)}
     for number, path in shards:
         status = path.stat()
+        files[number] += 1
         lengths[number] += status.st_size
         allocated[number] += status.st_blocks * 512
     for drive in reader.drives:
         yield DriveLine(
             drive=drive.number,
             folder=str(drive.folder),
+            share=drive.share,
+            files=files[drive.number],
             nbytes=lengths[drive.number],
             allocated_nbytes=allocated[drive.number],
             free_nbytes=drive.free_nbytes(),

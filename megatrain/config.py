@@ -27,6 +27,7 @@ from pydantic import (
 from megatrain import runfile
 from megatrain.lr_schedule import Schedule
 from tiering.errors import UsageError
+from tiering.records import DEFAULT_CODEC
 
 _SIZE_UNITS: Mapping[str, int] = {"B": 1} | {
     f"{prefix}{suffix}": base**power
@@ -34,7 +35,7 @@ _SIZE_UNITS: Mapping[str, int] = {"B": 1} | {
     for power, prefix in enumerate("KMGT", start=1)
 }
 _SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400}
-_LIMITS = ("train.device", "train.max_skipped", "train.any_family")
+_LIMITS = ("train.device", "train.max_skipped", "train.any_family", "train.stall_warning")
 _QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
 
 
@@ -148,6 +149,8 @@ class TrainConfig(_Section):
     """Try a model family that no parity test proves."""
     max_skipped: int = Field(default=20, ge=0)
     """Steps in a row without a finite gradient or a target before the run gives up."""
+    stall_warning: Seconds = 60.0
+    """Seconds after which an operation that has not ended is named in the log."""
 
     @field_validator("max_grad_norm")
     @classmethod
@@ -191,14 +194,22 @@ class StoreConfig(_Section):
     drives: tuple[Location, ...] = Field(default=(), strict=False)
     """Folders to stripe a new store over; default: inside it. A store keeps those it has."""
     layout: Literal["fp32", "split", "split8"] = "fp32"
+    tier: Literal["nvme", "zarr"] = "nvme"
+    """Of a new store: raw shards that are overwritten in place, or encoded ones, replaced."""
+    codec: str = DEFAULT_CODEC
+    """Of the zarr tier; ``none`` keeps the bytes as they are, with a checksum."""
     commit_every: Literal["auto"] | PositiveInt = "auto"
     """Steps between commits."""
     max_lost: Seconds = 1800.0
     """Seconds of work that a kill may cost, at most, when ``commit_every`` is auto."""
     retain: PositiveInt = 1
     """Generations kept; each costs a slot."""
+    spare_slots: NonNegativeInt = 0
+    """More slots, so that training need not wait for whoever reads a dropped generation."""
     reserve: bool = True
     """Allocate all slots before step 1, so that a full disk shows then."""
+    verify_reads: Literal["first", "always"] = "first"
+    """Compare chunks with their checksums when they are first read, or at every read of a step."""
     io: Literal["auto", "posix", "kvikio"] = "auto"
     """What moves the shards; auto is kvikio where it is installed and finds a GPU."""
 
@@ -208,6 +219,26 @@ class StoreConfig(_Section):
         if value != "fp32":
             raise ValueError(f"layout {value} is not built yet; use fp32")
         return value
+
+    @field_validator("codec")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        from tiering.codecs import Codec
+
+        try:
+            return str(Codec.named(value))
+        except UsageError as error:
+            raise ValueError(str(error)) from None
+
+    @property
+    def slots(self) -> int:
+        """Complete places for all records: one for each generation kept, one to write to."""
+        return self.retain + 1 + self.spare_slots
+
+    @property
+    def codec_in_use(self) -> str | None:
+        """The codec of a new store's records; None in the nvme tier."""
+        return self.codec if self.tier == "zarr" else None
 
 
 class RunConfig(_Section):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,20 +20,24 @@ from megatrain.footprint import RAISE_LOCK
 from megatrain.lanes import make_lanes
 from megatrain.memory import Memory
 from megatrain.model.streamed import StreamedModel
-from megatrain.ops import Kind
+from megatrain.ops import Kind, Op
 from megatrain.optimizer import CpuAdam
 from megatrain.planner import Budget, DoesNotFitError, Plan, fit, smallest
 from megatrain.shape import PIECE, Shape, UnitShape
 from megatrain.side_files import as_folder
 from megatrain.stage import TORCH_DTYPES, Stage, held
+from megatrain.teardown import Teardown
 from megatrain.update import Update
+from megatrain.watchdog import Watch
 from tiering.arena import Arena
 from tiering.backends import cxl
 from tiering.errors import CapacityError, RefusedError
 from tiering.pool import Pool
-from tiering.records import ITEMSIZE, Record, Tier
+from tiering.records import CHUNK_LENGTH, ITEMSIZE, Record, Tier
 from tiering.scratch import Scratch
 from tiering.store import StoreWriter, open_reader
+
+MOST_READERS = 4  # more than four drives are busy with what an update reads and writes at once
 
 
 def pick_device(name: str) -> torch.device:
@@ -84,17 +88,10 @@ def shape_of(schema: Schema, config: RunConfig) -> Shape:
     )
 
 
-def trained_records(schema: Schema) -> Mapping[str, Record]:
-    """Return the records that training updates, by name."""
-    return {
-        record.name: record
-        for unit in trained_units(schema)
-        for record in (schema.record(unit, role) for role in schema.roles(unit))
-    }
-
-
-def make_plan(schema: Schema, config: RunConfig, device: torch.device) -> Plan:
-    """Return the plan of a run, as far as its arenas go.
+def make_plan(
+    schema: Schema, records: Mapping[str, Record], config: RunConfig, device: torch.device
+) -> Plan:
+    """Return the plan of a run on a store that has ``records``, as far as its arenas go.
 
     Raises:
         CapacityError: It does not fit into ``memory.ram``.
@@ -103,20 +100,24 @@ def make_plan(schema: Schema, config: RunConfig, device: torch.device) -> Plan:
     if config.memory.cxl:
         cxl_nodes(config.memory)
     try:
-        return _fitted(schema, config, device)
+        return _fitted(schema, records, config, device)
     except DoesNotFitError as refusal:
-        hint = _hint(schema, config, device, refusal.plan)
+        hint = _hint(schema, records, config, device, refusal.plan)
         raise DoesNotFitError(refusal.plan, hint) from None
 
 
-def planning(schema: Schema, device: torch.device) -> Callable[[RunConfig], Plan]:
-    """Return what plans a run on ``schema`` with any settings."""
-    return lambda config: _fitted(schema, config, device)
+def planning(
+    schema: Schema, records: Mapping[str, Record], device: torch.device
+) -> Callable[[RunConfig], Plan]:
+    """Return what plans a run on a store with any settings."""
+    return lambda config: _fitted(schema, records, config, device)
 
 
-def _fitted(schema: Schema, config: RunConfig, device: torch.device) -> Plan:
+def _fitted(
+    schema: Schema, records: Mapping[str, Record], config: RunConfig, device: torch.device
+) -> Plan:
     shape = shape_of(schema, config)
-    return fit(shape, trained_records(schema), _budget(config, shape, device))
+    return fit(shape, records, _budget(config, shape, device))
 
 
 def _budget(config: RunConfig, shape: Shape, device: torch.device) -> Budget:
@@ -133,9 +134,14 @@ def _budget(config: RunConfig, shape: Shape, device: torch.device) -> Budget:
     )
 
 
-def _hint(schema: Schema, config: RunConfig, device: torch.device, least: Plan) -> str:
+def _hint(
+    schema: Schema,
+    records: Mapping[str, Record],
+    config: RunConfig,
+    device: torch.device,
+    least: Plan,
+) -> str:
     """Say how a run fits whose smallest plan is too large for ``memory.ram``."""
-    records = trained_records(schema)
 
     def need(other: RunConfig) -> int:
         shape = shape_of(schema, other)
@@ -166,14 +172,19 @@ def start(
     device: torch.device,
     counts: dict[str, int],
     commit: Callable[[Applied], None],
+    leave: Callable[[BaseException], None],
 ) -> Iterator[Engine]:
-    """Allocate what the plan says, load the resident records, and give it all back at the end."""
+    """Allocate what the plan says, load the resident records, and give it all back at the end.
+
+    ``leave`` is called when the run has failed and cannot end, because a lane is stuck.
+    """
     train = config.train
-    with ExitStack() as stack:
+    with Teardown() as stack:
         arenas = _arenas(plan, config, stack)
         host = arenas[Tier.PINNED]
         stack.callback(gc.collect)  # tensors that alias the arena must be gone before it closes
-        pool = Pool(store, plan.step.placement, arenas)
+        always = config.store.verify_reads == "always"
+        pool = Pool(store, plan.step.placement, arenas, verify_reads=always)
         stack.callback(pool.close)
         pool.load()
         memory = Memory(plan.arenas, host=host, device=device)
@@ -195,11 +206,30 @@ def start(
         )
         adam = stack.enter_context(CpuAdam(betas=train.betas, eps=train.eps))
         update = Update(stage, adam, counts)
-        lanes = make_lanes(device)
+        watch = _watch(store, config, leave)
+        lanes = make_lanes(device, watch, readers=_readers(store, plan))
         stack.callback(lanes.close)
         executor = Executor(stage, update, lanes, max_norm=train.max_grad_norm, commit=commit)
         yield Engine(stage=stage, executor=executor, update=update)
         del executor, update, stage, model, memory, pool
+
+
+def _readers(store: StoreWriter, plan: Plan) -> int:
+    """Return how many reads may be under way at once: one a drive, as far as chunks stay whole.
+
+    The first pass over what was committed checks each chunk as it comes, and knows no pieces out
+    of order.
+    """
+    length, units = plan.step.sizes.slab_length, plan.step.shape.units
+    whole = length % CHUNK_LENGTH == 0 or length >= max(unit.length for unit in units)
+    return min(len(store.drives), MOST_READERS) if whole else 1
+
+
+def _watch(store: StoreWriter, config: RunConfig, leave: Callable[[BaseException], None]) -> Watch:
+    def files(thread: int, op: Op) -> Sequence[Path]:
+        return (store.path,) if op.kind is Kind.COMMIT else store.waits.of(thread)
+
+    return Watch(stall_warning_s=config.train.stall_warning, files=files, leave=leave)
 
 
 def _arenas(plan: Plan, config: RunConfig, stack: ExitStack) -> Mapping[Tier, Arena]:

@@ -15,6 +15,7 @@ from megatrain.config import RunConfig
 from megatrain.data.dataset import Dataset, open_dataset, tokenizer_from_files
 from megatrain.planner import Plan
 from tiering.errors import RefusedError
+from tiering.records import Record
 
 log = logging.getLogger(__name__)
 
@@ -31,16 +32,19 @@ class Inputs:
     dataset: Dataset
 
 
-def open_inputs(schema: Schema, files: Mapping[str, bytes], config: RunConfig) -> Inputs:
+def open_inputs(
+    schema: Schema, records: Mapping[str, Record], files: Mapping[str, bytes], config: RunConfig
+) -> Inputs:
     """Return plan and data of a run on a store of ``schema``; whoever asks closes the data.
 
-    ``files`` are the model's configuration and tokenizer, name to content.
+    ``records`` are the store's, as they lie in it; ``files`` are the model's configuration and
+    tokenizer, name to content.
 
     Raises:
         RefusedError: The plan does not fit, or the data cannot be used with this model.
     """
     device = engines.pick_device(config.train.device)
-    plan = engines.make_plan(schema, config, device)
+    plan = engines.make_plan(schema, records, config, device)
     first = engines.trained_units(schema)[0].tensors
     check_length(config.data.max_seq_len, files.get(CONFIG, b"{}"), first[1:])
     if config.train.warmup_steps >= config.train.steps:
@@ -57,7 +61,7 @@ def open_inputs(schema: Schema, files: Mapping[str, bytes], config: RunConfig) -
         skip_bad_lines=config.data.skip_bad_lines,
     )
     try:
-        planning = engines.planning(schema, device)
+        planning = engines.planning(schema, records, device)
         plan = limits.measured(plan, schema, files, config, device, planning)
     except BaseException:
         dataset.close()

@@ -10,6 +10,10 @@ from megatrain.shape import Shape, Sizes
 from tiering.records import Tier
 
 
+class ScheduleError(Exception):
+    """A list of operations that cannot be run as it is: a bug, not a state of the machine."""
+
+
 class Lane(StrEnum):
     """One first-in-first-out queue of the executor."""
 
@@ -121,11 +125,15 @@ class Op:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What one step is scheduled for: the shape, the sizes chosen, the place of each record."""
+    """What one step is scheduled for: the shape, the sizes chosen, the place of each record.
+
+    ``homes`` are the tiers of the records' shards, to which what lives in memory is flushed.
+    """
 
     shape: Shape
     sizes: Sizes
     placement: Mapping[str, Tier]
+    homes: Mapping[str, Tier]
     device_in_ram: bool = False
     commit: bool = True
 

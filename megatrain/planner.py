@@ -287,7 +287,13 @@ def assemble(
         {Tier.PINNED: resident, Tier.CXL: budget.cxl},
         tolerant=weights if shape.streamed not in shape.updated_roles else set(),
     )
-    step = Step(shape=shape, sizes=sizes, placement=placement, device_in_ram=budget.device_in_ram)
+    step = Step(
+        shape=shape,
+        sizes=sizes,
+        placement=placement,
+        homes={record.name: record.tier for record in order},
+        device_in_ram=budget.device_in_ram,
+    )
     ops = build(step)
     return Plan(
         step=step,

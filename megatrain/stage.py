@@ -134,7 +134,7 @@ class StepState:
     calls: list[Sequence[LayerCall]] = field(default_factory=list)
     losses: list[torch.Tensor] = field(default_factory=list)
     squares: list[float] = field(default_factory=list)
-    odd_units: list[str] = field(default_factory=list)
+    odd: list[str] = field(default_factory=list)
     touched: set[str] = field(default_factory=set)
     loss: float = math.nan
     grad_norm: float = math.nan

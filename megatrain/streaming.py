@@ -45,7 +45,7 @@ class Streaming:
         bounce = self.stage.memory.bytes(take)[round_up(shape.rows_nbytes, ALIGNMENT) :]
         done = 0
         for first, last, start, stop in extents(ids, row, shape.row_bounce_nbytes):
-            self.stage.pool.read(name, start, bounce[: stop - start])
+            self.stage.pool.gather(name, start, bounce[: stop - start])
             block = torch.frombuffer(bounce, dtype=torch.uint8, count=stop - start)
             for token in ids[first:last]:
                 at = token * row - start

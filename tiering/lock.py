@@ -17,6 +17,7 @@ from tiering.errors import LockedError, StorageError
 
 _TRIES = 5
 _PAUSE_S = 0.01
+_HOLD_TRIES = 500
 
 
 class StoreLock:
@@ -32,7 +33,8 @@ class StoreLock:
         self.path = path
         self._fd = fsops.open_file(path, os.O_RDWR | os.O_CREAT)
         try:
-            if not _acquire(self._fd, path):
+            # More than once: ``lock_holder`` takes a shared lock for a moment to see who is there.
+            if not _acquire(self._fd, path, fcntl.LOCK_EX, _TRIES):
                 raise LockedError(f"store {path.parent} is in use by {holder_text(path)}")
             fsops.rewrite_in_place(self._fd, path, _holder(run_id).encode())
         except BaseException:
@@ -52,10 +54,9 @@ class StoreLock:
         self.close()
 
 
-def _acquire(fd: int, path: Path) -> bool:
-    """Try more than once: ``lock_holder`` takes a shared lock for a moment to see who is there."""
-    for _ in range(_TRIES):
-        if _flock(fd, fcntl.LOCK_EX, path):
+def _acquire(fd: int, path: Path, kind: int, tries: int) -> bool:
+    for _ in range(tries):
+        if _flock(fd, kind, path):
             return True
         time.sleep(_PAUSE_S)
     return False
@@ -92,17 +93,25 @@ def hold(path: Path) -> int | None:
     """Return a descriptor that keeps ``path`` from being removed, or None if it is gone.
 
     Closing the descriptor ends the hold; so does the end of the process.
+
+    Raises:
+        LockedError: A writer has kept it to itself for longer than removing the file takes.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH)  # waits only while a writer is removing the file
-    except OSError as error:
+        if _acquire(fd, path, fcntl.LOCK_SH, _HOLD_TRIES):
+            return fd
+        pids = ", ".join(map(str, holders_of(path))) or "unknown"
+        raise LockedError(
+            f"{path} is locked by pid {pids}: the shards of the store are being moved; "
+            "it can be read again when that has ended"
+        )
+    except BaseException:
         os.close(fd)
-        raise StorageError("lock", path, errno=error.errno or 0) from error
-    return fd
+        raise
 
 
 def claim(path: Path) -> int | None:
@@ -112,6 +121,18 @@ def claim(path: Path) -> int | None:
         return fd
     os.close(fd)
     return None
+
+
+def is_held(path: Path) -> bool:
+    """Return whether somebody holds ``path``; nobody can if it is gone."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        return not _flock(fd, fcntl.LOCK_EX, path)
+    finally:
+        os.close(fd)
 
 
 def _flock(fd: int, kind: int, path: Path) -> bool:

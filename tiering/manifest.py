@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -16,6 +16,7 @@ import numpy as np
 from tiering.checksum import Table
 from tiering.codecs import Codec, encoded_bounds, shard_spec
 from tiering.errors import CorruptionError, RefusedError
+from tiering.fields import Fields, parse
 from tiering.records import ITEMSIZE, NAME, Record
 
 FORMAT = 1
@@ -23,6 +24,10 @@ ATTRIBUTE = "megatrain"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _CODECS = {str(codec): codec for codec in Codec}
 _UUID = re.compile(r"[0-9a-f]{32}")
+
+
+class NoStoreError(RefusedError):
+    """A Zarr group that does not say that it is a store."""
 
 
 def digest(data: bytes | memoryview) -> str:
@@ -53,10 +58,13 @@ class Generation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Root:
-    """The pointer: which generations exist, the last of them the current one."""
+    """The pointer: which generations exist, the last of them the current one.
+
+    ``drives`` maps the number of each drive to its share of the bytes of new shards.
+    """
 
     uuid: str
-    drives: int
+    drives: Mapping[int, float]
     schema: str
     generations: tuple[Generation, ...]
 
@@ -79,7 +87,7 @@ class Root:
             "step": self.latest.step,
             "manifest": f"{self.latest.folder}/manifest.json",
             "sha256": self.latest.digest,
-            "drives": self.drives,
+            "drives": [{"drive": n, "share": share} for n, share in self.drives.items()],
             "schema": self.schema,
             "generations": [
                 {
@@ -92,32 +100,62 @@ class Root:
                 for g in self.generations
             ],
         }
+        pointer["check"] = _check_of(pointer)
         group = {"zarr_format": 3, "node_type": "group", "attributes": {ATTRIBUTE: pointer}}
         return encode_json(group)
 
     @classmethod
     def decode(cls, data: bytes, source: Path) -> Root:
         """Return the root that ``data``, the content of ``source``, encodes."""
-        group = _Fields(_parse(data, source), source, "")
+        group = Fields(parse(data, source), source, "")
         if group.value("node_type") != "group" or group.value("zarr_format") != 3:
-            raise CorruptionError(f"{source}: not the zarr.json of a Zarr v3 group")
+            raise CorruptionError(f"{source}: not the zarr.json of a Zarr v3 group", file=source)
         attributes = group.value("attributes")
         if not isinstance(attributes, dict) or ATTRIBUTE not in attributes:
-            raise RefusedError(f"{source}: a Zarr group, but no store: no {ATTRIBUTE!r} attribute")
-        fields = _Fields(attributes[ATTRIBUTE], source, f"attributes.{ATTRIBUTE}")
-        _check_format(fields)
+            raise NoStoreError(f"{source}: a Zarr group, but no store: no {ATTRIBUTE!r} attribute")
+        pointer = attributes[ATTRIBUTE]
+        fields = Fields(pointer, source, f"attributes.{ATTRIBUTE}")
+        try:
+            _check_format(fields)
+        except RefusedError as error:  # the check is the same in every format
+            if pointer.get("check") == _check_of(pointer):
+                raise
+            raise CorruptionError(f"{error}; or it is damaged", file=source) from error
         root = cls(
             uuid=fields.pattern("uuid", _UUID),
-            drives=fields.integer("drives", 1),
+            drives=_drives(fields),
             schema=fields.pattern("schema", _DIGEST),
             generations=tuple(_generation(g) for g in fields.items("generations")),
         )
         _check_pointer(fields, root)
+        fields.equal("check", _check_of(pointer), "the sha256 of the rest")
         fields.finish()
         return root
 
 
-def _generation(fields: _Fields) -> Generation:
+def _check_of(pointer: Mapping[str, Any]) -> str:
+    """Return what makes a flipped bit of the root show: nothing else vouches for all of it."""
+    rest = {key: value for key, value in pointer.items() if key != "check"}
+    return digest(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode())
+
+
+def _drives(fields: Fields) -> dict[int, float]:
+    pairs = [_drive(item) for item in fields.items("drives")]
+    numbers = [number for number, _ in pairs]
+    if not numbers or numbers != sorted(set(numbers)):
+        raise fields.error("drives", numbers, "ascending numbers, at least one")
+    if not any(share for _, share in pairs):
+        raise fields.error("drives", pairs, "a share above 0 in at least one")
+    return dict(pairs)
+
+
+def _drive(fields: Fields) -> tuple[int, float]:
+    drive = fields.integer("drive", 0), fields.fraction("share")
+    fields.finish()
+    return drive
+
+
+def _generation(fields: Fields) -> Generation:
     generation = Generation(
         number=fields.integer("generation", 1),
         parent=fields.optional_integer("parent", 1),
@@ -129,7 +167,7 @@ def _generation(fields: _Fields) -> Generation:
     return generation
 
 
-def _check_pointer(fields: _Fields, root: Root) -> None:
+def _check_pointer(fields: Fields, root: Root) -> None:
     numbers = [g.number for g in root.generations]
     if not numbers or numbers != sorted(set(numbers)):
         raise fields.error("generations", numbers, "ascending numbers, at least one")
@@ -142,7 +180,7 @@ def _check_pointer(fields: _Fields, root: Root) -> None:
         "sha256": last.digest,
     }
     for key, value in expected.items():
-        fields.equal(key, value)
+        fields.equal(key, value, f"{value!r} as in the last of generations")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,7 +258,7 @@ class Manifest:
     @classmethod
     def decode(cls, data: bytes, source: Path) -> Manifest:
         """Return the manifest that ``data``, the content of ``source``, encodes."""
-        fields = _Fields(_parse(data, source), source, "")
+        fields = Fields(parse(data, source), source, "")
         _check_format(fields)
         manifest = cls(
             uuid=fields.pattern("uuid", _UUID),
@@ -238,7 +276,7 @@ class Manifest:
         return manifest
 
 
-def _entry(fields: _Fields) -> Entry:
+def _entry(fields: Fields) -> Entry:
     entry = Entry(
         dtype=fields.member("dtype", ITEMSIZE),
         length=fields.integer("length", 1),
@@ -253,7 +291,7 @@ def _entry(fields: _Fields) -> Entry:
     return entry
 
 
-def _check_entries(manifest: Manifest, fields: _Fields) -> None:
+def _check_entries(manifest: Manifest, fields: Fields) -> None:
     paths = {"zarr.json", *(f"{name}/zarr.json" for name in manifest.records)}
     if manifest.metadata.keys() != paths:
         odd = sorted(manifest.metadata.keys() ^ paths)
@@ -271,7 +309,7 @@ def _check_entries(manifest: Manifest, fields: _Fields) -> None:
         first += entry.count
 
 
-def _check_files(name: str, entry: Entry, record: Record, fields: _Fields) -> None:
+def _check_files(name: str, entry: Entry, record: Record, fields: Fields) -> None:
     expected = file_lengths(record)
     if expected is not None:
         if entry.files != expected:
@@ -291,6 +329,12 @@ def file_lengths(record: Record) -> tuple[int, ...] | None:
     if record.codec is not None:
         return None
     return tuple(geometry.file_nbytes(shard) for shard in range(geometry.shard_count))
+
+
+def plain_lengths(records: Mapping[str, Record]) -> dict[str, tuple[int, ...]]:
+    """Return the lengths of the files of every record without a codec."""
+    lengths = {name: file_lengths(record) for name, record in records.items()}
+    return {name: found for name, found in lengths.items() if found is not None}
 
 
 def entries(
@@ -329,134 +373,19 @@ def decode_table(data: bytes, manifest: Manifest, source: Path) -> Table:
     if found != manifest.table_digest:
         raise CorruptionError(
             f"{source}: sha256 is {found}, generation {manifest.generation} was committed with "
-            f"{manifest.table_digest}"
+            f"{manifest.table_digest}",
+            file=source,
         )
     expected = 4 * sum(entry.count for entry in manifest.records.values())
     if len(data) != expected:
-        raise CorruptionError(f"{source}: {len(data)} B, expected {expected} B")
+        raise CorruptionError(f"{source}: {len(data)} B, expected {expected} B", file=source)
     return np.frombuffer(data, "<u4").astype(np.uint32)
 
 
-def _check_format(fields: _Fields) -> None:
+def _check_format(fields: Fields) -> None:
     number = fields.integer("format", 1)
     if number > FORMAT:
         raise RefusedError(
             f"{fields.source}: written in format {number}, this program reads up to format "
             f"{FORMAT}; use a newer version"
         )
-
-
-def parse_object(data: bytes, source: Path) -> dict[str, Any]:
-    """Return the JSON object that ``data``, the content of ``source``, spells."""
-    document = _parse(data, source)
-    if not isinstance(document, dict):
-        raise CorruptionError(f"{source}: found {type(document).__name__}, expected an object")
-    return document
-
-
-def _parse(data: bytes, source: Path) -> Any:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        document = dict(pairs)
-        if len(document) != len(pairs):
-            raise CorruptionError(f"{source}: a key appears twice in one object")
-        return document
-
-    try:
-        return json.loads(data, object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
-        raise CorruptionError(f"{source}: no valid JSON ({error})") from error
-
-
-class _Fields:
-    """Strict reading of one JSON object: every key is asked for once, none is left over."""
-
-    def __init__(self, document: Any, source: Path, where: str) -> None:
-        self.source = source
-        self._where = where
-        if not isinstance(document, dict):
-            raise CorruptionError(
-                f"{source}: {where or 'document'}: found {type(document).__name__}, "
-                "expected an object"
-            )
-        self._left: dict[str, Any] = dict(document)
-
-    def error(self, key: str, found: object, expected: object) -> CorruptionError:
-        name = f"{self._where}.{key}" if self._where else key
-        return CorruptionError(f"{self.source}: {name}: found {found!r}, expected {expected}")
-
-    def value(self, key: str) -> Any:
-        if key not in self._left:
-            raise self.error(key, "nothing", "a value")
-        return self._left.pop(key)
-
-    def integer(self, key: str, minimum: int) -> int:
-        value = self.value(key)
-        if not _is_integer(value) or value < minimum:
-            raise self.error(key, value, f"an integer of at least {minimum}")
-        return int(value)
-
-    def optional_integer(self, key: str, minimum: int) -> int | None:
-        if self._left.get(key, 0) is None:
-            del self._left[key]
-            return None
-        return self.integer(key, minimum)
-
-    def integers(self, key: str) -> tuple[int, ...]:
-        value = self.value(key)
-        if not isinstance(value, list) or not all(map(_is_integer, value)):
-            raise self.error(key, value, "a list of integers")
-        return tuple(value)
-
-    def boolean(self, key: str) -> bool:
-        value = self.value(key)
-        if not isinstance(value, bool):
-            raise self.error(key, value, "true or false")
-        return value
-
-    def pattern(self, key: str, pattern: re.Pattern[str]) -> str:
-        value = self.value(key)
-        if not isinstance(value, str) or not pattern.fullmatch(value):
-            raise self.error(key, value, f"text that matches {pattern.pattern}")
-        return value
-
-    def member(self, key: str, allowed: Mapping[str, Any]) -> str:
-        value = self.value(key)
-        if not isinstance(value, str) or value not in allowed:
-            raise self.error(key, value, f"one of {', '.join(allowed)}")
-        return value
-
-    def optional_member(self, key: str, allowed: Mapping[str, Any]) -> str | None:
-        if self._left.get(key, "") is None:
-            del self._left[key]
-            return None
-        return self.member(key, allowed)
-
-    def mapping(self, key: str) -> dict[str, Any]:
-        value = self.value(key)
-        if not isinstance(value, dict):
-            raise self.error(key, value, "an object")
-        return value
-
-    def items(self, key: str) -> Iterator[_Fields]:
-        value = self.value(key)
-        if not isinstance(value, list):
-            raise self.error(key, value, "a list")
-        for index, item in enumerate(value):
-            yield _Fields(item, self.source, f"{key}[{index}]")
-
-    def named(self, key: str) -> Iterator[tuple[str, _Fields]]:
-        for name, item in self.mapping(key).items():
-            yield name, _Fields(item, self.source, f"{key}.{name}")
-
-    def equal(self, key: str, expected: object) -> None:
-        found = self.value(key)
-        if found != expected:
-            raise self.error(key, found, f"{expected!r} as in the last of generations")
-
-    def finish(self) -> None:
-        if self._left:
-            raise self.error(next(iter(self._left)), "a key", "no such key")
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

@@ -14,12 +14,14 @@ from tiering.backends.probe import Access, probe
 from tiering.backends.zarr3 import Zarr3Backend
 from tiering.checksum import Table
 from tiering.drives import Drive
+from tiering.errors import CorruptionError, MegatrainError, StorageError
+from tiering.fields import parse_object
 from tiering.generations import read_manifest
-from tiering.manifest import Generation, Manifest, Root, parse_object
+from tiering.manifest import Generation, Manifest, Root
 from tiering.recordio import RecordFiles
 from tiering.records import Record
 from tiering.schema_files import read_schema_file, schema_digests
-from tiering.slots import Locations, locate, read_metadata
+from tiering.slots import Locations, OnFault, locate, read_metadata, refuse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,15 +58,21 @@ class OpenGeneration:
 
 
 def open_generation(
-    store: Path, root: Root, generation: Generation, drives: Sequence[Drive]
+    store: Path,
+    root: Root,
+    generation: Generation,
+    drives: Sequence[Drive],
+    on_fault: OnFault = refuse,
 ) -> OpenGeneration:
     """Return what a listed generation is, after checking digests, links and lengths.
+
+    Whatever ``on_fault`` lets pass is left out.
 
     Raises:
         CorruptionError: A manifest, metadata, link or shard is not what was committed.
     """
     manifest, table = read_manifest(store, root, generation)
-    documents = read_metadata(store, generation.slot, manifest.metadata)
+    documents = read_metadata(store, generation.slot, manifest.metadata, on_fault)
     records = _records_of(manifest, documents)
     locations = locate(
         store,
@@ -72,6 +80,7 @@ def open_generation(
         records=list(records.values()),
         drives=drives,
         lengths={name: entry.files for name, entry in manifest.records.items()},
+        on_fault=on_fault,
     )
     return OpenGeneration(
         manifest=manifest,
@@ -80,6 +89,34 @@ def open_generation(
         records=records,
         locations=locations,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examined:
+    """A listed generation as far as it is whole: None where not even its manifest is."""
+
+    found: OpenGeneration | None
+    faults: tuple[MegatrainError, ...]
+
+    @property
+    def whole(self) -> OpenGeneration | None:
+        """The generation, if nothing is wrong with it."""
+        return None if self.faults else self.found
+
+
+def examine_generation(
+    store: Path, root: Root, generation: Generation, drives: Sequence[Drive]
+) -> Examined:
+    """Return what is there of a listed generation, and everything that is wrong with it.
+
+    No bytes of records are read.
+    """
+    faults: list[MegatrainError] = []
+    try:
+        found = open_generation(store, root, generation, drives, faults.append)
+    except (CorruptionError, StorageError) as fault:
+        return Examined(found=None, faults=(*faults, fault))
+    return Examined(found=found, faults=tuple(faults))
 
 
 def _records_of(manifest: Manifest, documents: Mapping[str, bytes]) -> dict[str, Record]:
@@ -92,6 +129,8 @@ def _records_of(manifest: Manifest, documents: Mapping[str, bytes]) -> dict[str,
 
 def _attributes(name: str, documents: Mapping[str, bytes]) -> Mapping[str, Any]:
     path = f"{name}/zarr.json"
+    if path not in documents:  # damaged, and let pass
+        return {}
     attributes: Mapping[str, Any] = parse_object(documents[path], Path(path))["attributes"]
     return attributes
 
@@ -104,6 +143,7 @@ class OpenStore:
         records: Every record by name, in the order of the manifest.
         drives: Where its shards lie.
         access: How each drive is read and written, and why.
+        waits: Which files each thread waits for.
     """
 
     def __init__(
@@ -127,7 +167,9 @@ class OpenStore:
         self._open_files, self._writable = per_drive, writable
         self.backends: tuple[DriveBackend, ...] = self._open_backends("posix")
         self._encoded: dict[int, Zarr3Backend] = {}
-        self._files = RecordFiles(lambda drive: self.backends[drive], self._encoded_backend)
+        places = {drive.number: place for place, drive in enumerate(self.drives)}
+        self._files = RecordFiles(lambda drive: self.backends[places[drive]], self._encoded_backend)
+        self.waits = self._files.waits
 
     def _encoded_backend(self, drive: int) -> Zarr3Backend:
         """Return what moves the encoded shards of a drive; most stores have none."""
@@ -179,7 +221,8 @@ class OpenStore:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _chunk(self, name: str, index: int, slot: int, checksums: Table) -> ChunkRef:
+    def chunk_in(self, name: str, index: int, slot: int, checksums: Table) -> ChunkRef:
+        """Return where one chunk of a record lies in ``slot``; ``checksums`` are the record's."""
         record = self._files.records(slot)[name]
         geometry = record.geometry
         shard, place = divmod(index, geometry.chunks_per_shard)

@@ -11,6 +11,7 @@ from typing import Any
 ALIGNMENT = 4096  # bytes; offsets, lengths and buffers of every direct transfer are multiples of it
 CHUNK_LENGTH = 1 << 20  # elements; a multiple of the optimizer's piece
 SHARD_NBYTES = 256 << 20
+DEFAULT_CODEC = "blosc-zstd-shuffle"  # the smallest: 0.68 of bf16 weights, 0.84 of fp32
 
 ITEMSIZE: Mapping[str, int] = {
     "bool": 1,

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
 from tiering import fsops
-from tiering.errors import CorruptionError
-from tiering.manifest import digest, encode_json, parse_object
+from tiering.errors import CorruptionError, StorageError
+from tiering.fields import parse_object
+from tiering.manifest import digest, encode_json
 
 
 def write_schema_files(store: Path, files: Mapping[str, bytes]) -> str:
@@ -48,7 +49,7 @@ def schema_digests(store: Path, key: str) -> dict[str, str]:
     path = _index_path(store, key)
     data = _read(path)
     if digest(data) != key:
-        raise CorruptionError(f"{path}: found sha256 {digest(data)}, expected {key}")
+        raise CorruptionError(f"{path}: found sha256 {digest(data)}, expected {key}", file=path)
     return {name: str(value) for name, value in parse_object(data, path).items()}
 
 
@@ -63,7 +64,9 @@ def read_schema_file(store: Path, key: str, name: str) -> bytes:
     path = store / "schema" / key / name
     data = _read(path)
     if digest(data) != expected:
-        raise CorruptionError(f"{path}: found sha256 {digest(data)}, expected {expected}")
+        raise CorruptionError(
+            f"{path}: found sha256 {digest(data)}, expected {expected}", file=path
+        )
     return data
 
 
@@ -71,4 +74,8 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except FileNotFoundError as error:
-        raise CorruptionError(f"{path}: missing; it was written when the store was made") from error
+        raise CorruptionError(
+            f"{path}: missing; it was written when the store was made", file=path
+        ) from error
+    except OSError as error:
+        raise StorageError("read", path, errno=error.errno or 0) from error

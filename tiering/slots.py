@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,12 @@ SHARED = "shared"
 _TARGET = re.compile(r"\.\./\.\./\.\./\.\./drives/(\d+)/([^/]+)")
 
 Places = Mapping[str, tuple[int, ...]]  # record name -> drive number of each shard
+OnFault = Callable[[CorruptionError], None]
+
+
+def refuse(fault: CorruptionError) -> None:
+    """Raise the first fault that is found."""
+    raise fault
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,17 +36,6 @@ class Shard:
 
 
 Locations = Mapping[str, tuple[Shard, ...]]  # record name -> its shards in order
-
-
-def round_robin(records: Sequence[Record], drive_count: int) -> Places:
-    """Return a place for every shard, so that consecutive shards lie on different drives."""
-    places = {}
-    following = 0
-    for record in records:
-        count = record.geometry.shard_count
-        places[record.name] = tuple((following + i) % drive_count for i in range(count))
-        following += count
-    return places
 
 
 def slot_folder(store: Path, slot: int) -> Path:
@@ -60,6 +55,16 @@ def _shared_prefix(record: Record) -> str:
     return f"{SHARED}-{record.codec or 'plain'}-{record.shard_nbytes}"
 
 
+def link_target(drive: int | str, name: str) -> str:
+    """Return what the link to the shard file ``name`` says."""
+    return f"../../../../drives/{drive}/{name}"
+
+
+def link_path(store: Path, slot: int, record: str, shard: int) -> Path:
+    """Return the link of a slot to one of its shards, which is the shard's key in Zarr."""
+    return slot_folder(store, slot) / record / "c" / str(shard)
+
+
 def metadata_documents(records: Sequence[Record]) -> dict[str, bytes]:
     """Return every metadata file of a new slot, by its path below the slot."""
     arrays = {f"{record.name}/zarr.json": array_document(record) for record in records}
@@ -75,12 +80,12 @@ def create_slot(
     drives: Sequence[Drive],
     places: Places,
 ) -> None:
-    """Create every file of ``slot``; it reads as zeros, and is durable after a sync of the drives.
+    """Create every file of ``slot`` but the last; it reads as zeros.
 
-    Shared records get their files with the first slot and links with every other. The group's
-    metadata comes last: a slot without it was not finished.
+    Shared records get their files with the first slot and links with every other.
     """
     folder = slot_folder(store, slot)
+    by_number = {drive.number: drive for drive in drives}
     fsops.make_dir(folder)
     for record in records:
         array = folder / record.name
@@ -89,9 +94,18 @@ def create_slot(
         fsops.create_file(array / "zarr.json", documents[f"{record.name}/zarr.json"])
         for shard, number in enumerate(places[record.name]):
             name = file_name(slot, record, shard)
-            _create_shard(drives[number].folder / name, record, shard)
-            fsops.symlink(f"../../../../drives/{number}/{name}", array / "c" / str(shard))
-    fsops.create_file(folder / "zarr.json", documents["zarr.json"])
+            _create_shard(by_number[number].folder / name, record, shard)
+            fsops.symlink(link_target(number, name), array / "c" / str(shard))
+
+
+def finish_slot(store: Path, slot: int, *, documents: Mapping[str, bytes]) -> None:
+    """Create the group's metadata of a slot whose other files are durable; so is all of it then.
+
+    A slot without it is not complete, whatever else of it is there.
+    """
+    folder = slot_folder(store, slot)
+    fsops.write_file(folder / "zarr.json", documents["zarr.json"])
+    fsops.fsync_dir(folder)
 
 
 def _create_shard(path: Path, record: Record, shard: int) -> None:
@@ -101,21 +115,32 @@ def _create_shard(path: Path, record: Record, shard: int) -> None:
 
 def delete_slot(store: Path, slot: int, *, drives: Sequence[Drive]) -> None:
     """Remove every file of ``slot``, finished or not; shared ones only if no other links to it."""
+    group = slot_folder(store, slot) / "zarr.json"
+    if group.exists():
+        # First and durably: what a power cut brings back of the rest must not pass for complete.
+        fsops.unlink(group)
+        fsops.fsync_dir(group.parent)
     for drive in drives:
         for path in sorted(drive.folder.glob(f"{slot}.*")):
             fsops.unlink(path)
     fsops.remove_tree(slot_folder(store, slot))
-    shared = [p for drive in drives for p in sorted(drive.folder.glob(f"{SHARED}*"))]
-    linked = _linked_names(store) if shared else frozenset()
-    for path in shared:
-        if path.name not in linked:
+    shared = [(d.number, path) for d in drives for path in sorted(d.folder.glob(f"{SHARED}*"))]
+    linked = _link_targets(store) if shared else frozenset()
+    for number, path in shared:
+        if link_target(number, path.name) not in linked:
             fsops.unlink(path)
 
 
-def _linked_names(store: Path) -> frozenset[str]:
-    """Return the names of the shard files that the slots link to."""
+def allocated_nbytes(slot: int, *, drives: Sequence[Drive]) -> int:
+    """Return what the files of ``slot`` take up, without those that all slots share."""
+    files = (path for drive in drives for path in drive.folder.glob(f"{slot}.*"))
+    return sum(512 * path.stat().st_blocks for path in files)
+
+
+def _link_targets(store: Path) -> frozenset[str]:
+    """Return what the links of all slots say."""
     links = (store / "slots").glob("*/*/c/*")
-    return frozenset(os.path.basename(os.readlink(link)) for link in links if link.is_symlink())
+    return frozenset(os.readlink(link) for link in links if link.is_symlink())
 
 
 def existing_slots(store: Path) -> list[int]:
@@ -126,23 +151,37 @@ def existing_slots(store: Path) -> list[int]:
     return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
 
 
-def read_metadata(store: Path, slot: int, digests: Mapping[str, str]) -> dict[str, bytes]:
-    """Return every metadata file of ``slot``, none of which changed since the store was made."""
-    folder = slot_folder(store, slot)
-    return {name: _read_checked(folder / name, expected) for name, expected in digests.items()}
+def read_metadata(
+    store: Path, slot: int, digests: Mapping[str, str], on_fault: OnFault = refuse
+) -> dict[str, bytes]:
+    """Return every metadata file of ``slot``, none of which changed since the store was made.
+
+    One that did is left out after ``on_fault`` has heard of it.
+    """
+    folder, found = slot_folder(store, slot), {}
+    for name, expected in digests.items():
+        try:
+            found[name] = _read_checked(folder / name, expected, name.rpartition("/")[0])
+        except CorruptionError as fault:
+            on_fault(fault)
+    return found
 
 
-def _read_checked(path: Path, expected: str) -> bytes:
+def _read_checked(path: Path, expected: str, record: str) -> bytes:
     try:
         data = path.read_bytes()
     except FileNotFoundError as error:
-        raise CorruptionError(f"{path}: metadata is missing, expected sha256 {expected}") from error
+        raise CorruptionError(
+            f"{path}: metadata is missing, expected sha256 {expected}", file=path, record=record
+        ) from error
     except OSError as error:
         raise StorageError("read", path, errno=error.errno or 0) from error
     found = digest(data)
     if found != expected:
         raise CorruptionError(
-            f"{path}: metadata changed: found sha256 {found}, expected {expected}"
+            f"{path}: metadata changed: found sha256 {found}, expected {expected}",
+            file=path,
+            record=record,
         )
     return data
 
@@ -154,57 +193,70 @@ def locate(
     records: Sequence[Record],
     drives: Sequence[Drive],
     lengths: Mapping[str, Sequence[int]],
+    on_fault: OnFault = refuse,
 ) -> Locations:
     """Return where the shards of ``slot`` lie, after checking every link and length.
 
-    ``lengths`` are those of the files of each record; where there are none, any will do.
+    ``lengths`` are those of the files of each record; where there are none, any will do. A record
+    with a shard that is not there is left out after ``on_fault`` has heard of each.
     """
-    folder = slot_folder(store, slot)
-    return {
-        record.name: tuple(
-            _locate_shard(
-                folder / record.name / "c" / str(shard),
-                file_name(slot, record, shard),
-                drives,
-                lengths[record.name][shard] if record.name in lengths else None,
-            )
-            for shard in range(record.geometry.shard_count)
-        )
-        for record in records
-    }
+    found: dict[str, tuple[Shard, ...]] = {}
+    for record in records:
+        shards = []
+        for number in range(record.geometry.shard_count):
+            wanted = lengths[record.name][number] if record.name in lengths else None
+            try:
+                shards.append(_locate_shard(store, slot, record, number, drives, wanted))
+            except CorruptionError as fault:
+                on_fault(fault)
+        if len(shards) == record.geometry.shard_count:
+            found[record.name] = tuple(shards)
+    return found
 
 
-def _locate_shard(link: Path, name: str, drives: Sequence[Drive], nbytes: int | None) -> Shard:
+def _locate_shard(
+    store: Path, slot: int, record: Record, number: int, drives: Sequence[Drive], nbytes: int | None
+) -> Shard:
+    link, name = link_path(store, slot, record.name, number), file_name(slot, record, number)
     try:
         target = os.readlink(link)
     except OSError as error:
         raise CorruptionError(
-            f"{link}: {error.strerror}, expected a link to shard {name}"
+            f"{link}: {error.strerror}, expected a link to shard {name}",
+            file=link,
+            record=record.name,
         ) from error
     match = _TARGET.fullmatch(target)
-    if not match or match[2] != name or int(match[1]) >= len(drives):
+    drive = next((d for d in drives if match and d.number == int(match[1])), None)
+    if drive is None or not match or match[2] != name:
+        numbers = ", ".join(str(d.number) for d in drives)
         raise CorruptionError(
-            f"{link}: links to {target}, expected ../../../../drives/N/{name} "
-            f"with N below {len(drives)}"
+            f"{link}: links to {target}, expected {link_target('N', name)} with N one of {numbers}",
+            file=link,
+            record=record.name,
         )
-    drive = drives[int(match[1])]
-    _check_length(drive, drive.folder / name, link, nbytes)
+    fault = _wrong_length(drive, drive.folder / name, link, nbytes)
+    if fault:
+        raise CorruptionError(
+            f"drive {drive.number}: shard {drive.folder / name} {fault}",
+            file=drive.folder / name,
+            drive=drive.number,
+            record=record.name,
+        )
     return Shard(drive=drive.number, path=drive.folder / name)
 
 
-def _check_length(drive: Drive, path: Path, link: Path, expected: int | None) -> None:
+def _wrong_length(drive: Drive, path: Path, link: Path, expected: int | None) -> str:
+    """Return what is wrong with the length of a shard's file."""
     try:
         found = path.stat().st_size
-    except FileNotFoundError as error:
+    except FileNotFoundError:
         wanted = "" if expected is None else f", expected {expected} B"
-        raise CorruptionError(
-            f"drive {drive.number}: shard {path} is missing{wanted} (linked from {link})"
-        ) from error
-    if expected is not None and found != expected:
-        what = "truncated" if found < expected else "too long"
-        raise CorruptionError(
-            f"drive {drive.number}: shard {path} is {what}: {found} B, expected {expected} B"
-        )
+        return f"is missing{wanted} (linked from {link})"
+    if expected is None or found == expected:
+        return ""
+    what = "truncated" if found < expected else "too long"
+    return f"is {what}: {found} B, expected {expected} B"
 
 
 def places_of(locations: Locations) -> Places:

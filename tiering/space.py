@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,13 +9,16 @@ from pathlib import Path
 
 from tiering import fsops
 from tiering.drives import Drive, is_copy_on_write
-from tiering.errors import CapacityError, StorageError
+from tiering.errors import FULL, CapacityError, StorageError
 from tiering.records import ALIGNMENT, Record, round_up
-from tiering.slots import Locations
+from tiering.slots import Locations, Shard
 
 _log = logging.getLogger(__name__)
 
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+def slots_nbytes(records: Sequence[Record], slots: int) -> int:
+    """Return what ``slots`` slots of the records take when every byte has been written."""
+    return sum(r.padded_nbytes * (1 if r.shared else slots) for r in records)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +64,8 @@ def _needs(records: Sequence[Record], locations: Locations) -> Iterator[_Need]:
         if record.shared:
             continue
         for number, shard in enumerate(locations[record.name]):
-            nbytes = _valid_nbytes(record, number)
-            index = round_up(record.geometry.index_nbytes, ALIGNMENT)
-            allocated = max(0, 512 * shard.path.stat().st_blocks - index)
+            nbytes = valid_nbytes(record, number)
+            allocated = _allocated_nbytes(record, shard)
             missing = max(0, nbytes - allocated)
             yield _Need(
                 drive=shard.drive,
@@ -75,7 +76,19 @@ def _needs(records: Sequence[Record], locations: Locations) -> Iterator[_Need]:
             )
 
 
-def _valid_nbytes(record: Record, shard: int) -> int:
+def _allocated_nbytes(record: Record, shard: Shard) -> int:
+    """Return the bytes of a shard that have blocks, without those of its index."""
+    index = round_up(record.geometry.index_nbytes, ALIGNMENT)
+    return max(0, 512 * shard.path.stat().st_blocks - index)
+
+
+def is_reserved(record: Record, number: int, shard: Shard) -> bool:
+    """Whether every valid byte of a shard has its block."""
+    return _allocated_nbytes(record, shard) >= valid_nbytes(record, number)
+
+
+def valid_nbytes(record: Record, shard: int) -> int:
+    """Return the bytes of a shard that hold elements, in whole pages."""
     geometry = record.geometry
     left = record.nbytes - shard * geometry.shard_nbytes
     return round_up(min(left, geometry.shard_nbytes), ALIGNMENT)

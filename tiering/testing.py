@@ -204,6 +204,21 @@ class TransferConformance(abc.ABC):
         assert (error.path, error.errno, error.wanted) == (path, 0, wanted)
         assert (error.offset, error.moved) == (3 * ALIGNMENT, 2 * ALIGNMENT)
 
+    def test_an_error_reaches_its_own_waiter_and_nobody_else(self, folder: Path) -> None:
+        content = aligned_buffer(16 * ALIGNMENT, seed=1)
+        path = self.make_file(folder, content)
+        backend = self.make_backend(folder)
+        outs = [aligned_buffer(2 * ALIGNMENT) for _ in range(17)]
+        reads = [backend.read(path, i * ALIGNMENT, out) for i, out in enumerate(outs)]
+        for i in (15, 16):  # one reaches past the end, one begins there
+            with pytest.raises(StorageError) as caught:
+                wait_for(reads[i])
+            assert (caught.value.offset, caught.value.moved) == (len(content), (16 - i) * ALIGNMENT)
+        assert [wait_for(read) for read in reads[:15]] == [2 * ALIGNMENT] * 15
+        assert wait_for(backend.read(path, 0, outs[16])) == 2 * ALIGNMENT
+        backend.close()
+        assert outs[16] == outs[0] == content[: 2 * ALIGNMENT]
+
     def test_a_missing_file_is_an_error_and_is_not_created(self, folder: Path) -> None:
         self.make_file(folder, bytes(ALIGNMENT))
         backend = self.make_backend(folder)
@@ -315,7 +330,7 @@ class TransferConformance(abc.ABC):
             folder, bytes(padded) if not self.whole_files else _zero_padded(data, padded)
         )
         backend = self.make_backend(folder)
-        files = RecordFiles([backend].__getitem__, _no_encoded_shards)
+        files = RecordFiles([backend].__getitem__, no_encoded_shards)
         files.attach(0, {"r": record}, {"r": (Shard(drive=0, path=path),)})
         if not self.whole_files:
             files.write(0, "r", 0, data)
@@ -327,7 +342,8 @@ class TransferConformance(abc.ABC):
         assert self.content(path) == _zero_padded(data, padded)
 
 
-def _no_encoded_shards(drive: int) -> ShardBackend:
+def no_encoded_shards(drive: int) -> ShardBackend:
+    """Stand where a store has no backend for encoded shards."""
     raise AssertionError(f"drive {drive} has no encoded shards")
 
 

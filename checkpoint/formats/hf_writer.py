@@ -178,10 +178,12 @@ def _move_into_place(temporary: Path, out: Path) -> None:
         fsops.replace(out, old)
     try:
         fsops.replace(temporary, out)
+        fsops.fsync_dir(out.parent)
     except BaseException:
+        if out.exists():  # in place, but perhaps not for good
+            fsops.replace(out, temporary)
         if old:
             fsops.replace(old, out)
         raise
-    fsops.fsync_dir(out.parent)
     if old:
         fsops.remove_tree(old)

@@ -29,6 +29,7 @@ from tiering.testing import (
     BackendConformance,
     aligned_buffer,
     file_size_limit,
+    no_encoded_shards,
     unaligned_buffer,
     wait_for,
 )
@@ -121,8 +122,8 @@ def test_what_one_engine_writes_the_other_reads(tmp_path: Path, nbytes: int) -> 
         writer, reader = pair if kvikio_writes else reversed(pair)
         data = unaligned_buffer(nbytes, seed=nbytes, start=3)
         for backend, move in ((writer, RecordFiles.write), (reader, RecordFiles.read)):
-            files = RecordFiles({"r": record}, [backend])
-            files.attach(0, {"r": (Shard(drive=0, path=path),)})
+            files = RecordFiles([backend].__getitem__, no_encoded_shards)
+            files.attach(0, {"r": record}, {"r": (Shard(drive=0, path=path),)})
             buffer = data if backend is writer else unaligned_buffer(nbytes, start=5)
             move(files, 0, "r", 0, buffer)
             assert buffer == data
@@ -146,6 +147,18 @@ def test_a_buffer_that_its_owner_let_go_of_is_written_all_the_same(tmp_path: Pat
     assert [wait_for(future) for future in futures] == [nbytes] * count
     for i, path in enumerate(paths):
         assert path.read_bytes() == aligned_buffer(nbytes, seed=i)
+
+
+def test_what_it_moves_passes_the_page_cache_by(tmp_path: Path) -> None:
+    path, nbytes = tmp_path / "file", 3 * MIB
+    path.write_bytes(bytes(nbytes))
+    backend = make_kvikio(tmp_path)
+    import kvikio
+
+    wait_for(backend.write(path, 0, aligned_buffer(nbytes, seed=1)))
+    wait_for(backend.read(path, 0, aligned_buffer(nbytes)))
+    backend.close()
+    assert kvikio.get_page_cache_info(path) == (0, nbytes // ALIGNMENT)
 
 
 def test_a_reader_cannot_write(tmp_path: Path) -> None:

@@ -1,17 +1,25 @@
 from __future__ import annotations
 
+import ctypes
+import errno
+import mmap
 import os
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.support.faults import FaultConformance
-from tests.support.tiering_stores import memory_folder
-from tiering.backends.posix import PosixBackend, _Descriptors
+from tests.support.loops import MIB, loop_mount
+from tiering.backends.posix import PosixBackend
 from tiering.backends.probe import probe
 from tiering.errors import StorageError
 from tiering.records import ALIGNMENT
-from tiering.testing import BackendConformance, aligned_buffer
+from tiering.testing import BackendConformance, aligned_buffer, wait_for
 
 
 class TestBuffered(FaultConformance):
@@ -24,6 +32,15 @@ class TestDirect(FaultConformance):
         access = probe(folder)
         if not access.direct:
             pytest.skip(f"{folder}: no direct I/O: {access.reason}")
+        return PosixBackend("test", direct=True, writable=True, alignment=access.alignment)
+
+
+class TestDirectAsShardsLie(FaultConformance):
+    """In multiples of 4096 bytes, which any drive takes that can be used directly."""
+
+    def make_backend(self, folder: Path) -> PosixBackend:
+        if not probe(folder).direct:
+            pytest.skip(f"{folder}: no direct I/O")
         return PosixBackend("test", direct=True, writable=True)
 
 
@@ -44,43 +61,6 @@ class TestFewDescriptors(BackendConformance):
         assert len(os.listdir("/proc/self/fd")) == before
 
 
-@pytest.mark.parametrize("name", ["preadv", "pwritev"])
-def test_short_transfers_go_on_at_a_block_boundary(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    path, size = tmp_path / "file", 5 * ALIGNMENT
-    data, out = aligned_buffer(size, seed=1), aligned_buffer(size)
-    path.write_bytes(data if name == "preadv" else bytes(size))
-    direct = probe(tmp_path).direct
-    original, offsets = getattr(os, name), []
-
-    def short(fd: int, buffers: list[memoryview], offset: int) -> int:
-        offsets.append(offset)
-        return min(original(fd, buffers, offset), ALIGNMENT + 1000)
-
-    monkeypatch.setattr(os, name, short)
-    backend = PosixBackend("test", direct=direct, writable=True)
-    submit = backend.read if name == "preadv" else backend.write
-    moved = submit(path, 0, out if name == "preadv" else data).result()
-    backend.close()
-    assert moved == size
-    assert offsets == [0, 4096, 8192, 12288, 16384]
-    assert (out if name == "preadv" else path.read_bytes()) == data
-
-
-def test_a_file_in_use_is_not_closed_to_make_room(tmp_path: Path) -> None:
-    paths = [tmp_path / name for name in "abc"]
-    for path in paths:
-        path.write_bytes(b"x")
-    descriptors = _Descriptors(os.O_RDONLY, capacity=1)
-    with descriptors.lease(paths[0]) as first:
-        for path in paths[1:]:
-            with descriptors.lease(path):
-                pass
-        assert os.readlink(f"/proc/self/fd/{first}") == str(paths[0])
-    descriptors.close()
-
-
 def test_a_reader_cannot_write(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(ALIGNMENT))
@@ -91,14 +71,118 @@ def test_a_reader_cannot_write(tmp_path: Path) -> None:
     assert path.read_bytes() == bytes(ALIGNMENT)
 
 
-def test_memory_is_no_drive_and_says_so() -> None:
-    with memory_folder() as folder:
-        access = probe(folder)
-    if access.filesystem == "tmpfs":
-        assert not access.direct
-        assert "counts as memory" in access.reason
-
-
 def test_the_probe_leaves_nothing_behind(tmp_path: Path) -> None:
     probe(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_file_tells_what_was_wanted_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "absent"
+    backend = PosixBackend("test", direct=False, writable=True)
+    with pytest.raises(StorageError, match=r"cannot open .*/absent .* No such file") as caught:
+        wait_for(backend.read(path, ALIGNMENT, aligned_buffer(20 << 20)))
+    backend.close()
+    error = caught.value
+    assert (error.errno, error.path) == (errno.ENOENT, path)
+    assert (error.offset, error.wanted, error.moved) == (ALIGNMENT, 20 << 20, 0)
+
+
+def test_more_than_two_gib_move_in_one_request(tmp_path: Path) -> None:
+    nbytes = (2 << 30) + 3 * ALIGNMENT
+    tail = aligned_buffer(2 * ALIGNMENT, seed=1)
+    path = tmp_path / "hole"
+    with path.open("wb") as file:
+        file.seek(nbytes - len(tail))
+        file.write(tail)
+    with _folded(nbytes) as out:
+        backend = PosixBackend("test", direct=probe(tmp_path).direct, writable=False)
+        assert wait_for(backend.read(path, 0, out)) == nbytes
+        backend.close()
+        assert out[-len(tail) :] == tail
+
+
+@contextmanager
+def _folded(nbytes: int) -> Iterator[memoryview]:
+    """Lend a buffer whose first 2 GiB are the same 8 MiB of memory, over and over."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    fold, fd = 8 << 20, os.memfd_create("fold")
+    os.ftruncate(fd, fold)
+    with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE) as pages:
+        start = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+        for at in range(0, 2 << 30, fold):
+            place, size = ctypes.c_void_p(start + at), ctypes.c_size_t(fold)
+            protection = mmap.PROT_READ | mmap.PROT_WRITE
+            flags = mmap.MAP_SHARED | 0x10  # MAP_FIXED
+            assert libc.mmap(place, size, protection, flags, fd, ctypes.c_long(0)) == start + at
+        os.close(fd)
+        with memoryview(pages) as view:
+            yield view
+
+
+def test_signals_that_come_all_the_time_interrupt_no_transfer(tmp_path: Path) -> None:
+    data = aligned_buffer(24 << 20, seed=1)
+    path = tmp_path / "file"
+    path.write_bytes(bytes(len(data)))
+    backend = PosixBackend("stormy", direct=probe(tmp_path).direct, writable=True)
+    seen: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: seen.append(number))
+    try:
+        _in_a_storm(backend.write(path, 0, data))
+        out = aligned_buffer(len(data))
+        _in_a_storm(backend.read(path, 0, out))
+    finally:
+        backend.close()  # a signal on its way to a thread would end the process without a handler
+        signal.signal(signal.SIGUSR1, before)
+    assert seen
+    assert out == data
+
+
+def _in_a_storm(future: Future[int]) -> None:
+    """Send signals to the threads that work on ``future`` until it ends."""
+    workers = [t.ident for t in threading.enumerate() if t.name.startswith("posix-stormy")]
+    while True:
+        for ident in workers:
+            assert ident is not None
+            signal.pthread_kill(ident, signal.SIGUSR1)
+        if future.done():
+            break
+    wait_for(future)
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_full_drive_is_an_error_that_counts(tmp_path: Path, direct: bool) -> None:
+    with loop_mount(tmp_path, nbytes=16 * MIB) as mount:
+        path = mount.point / "file"
+        with path.open("wb") as file:
+            file.truncate(64 * MIB)
+        backend = PosixBackend("test", direct=direct, writable=True)
+        with pytest.raises(StorageError, match="No space left on device") as caught:
+            wait_for(backend.write(path, 0, aligned_buffer(64 * MIB, seed=1)))
+        backend.close()
+    error = caught.value
+    assert (error.errno, error.path, error.wanted) == (errno.ENOSPC, path, 64 * MIB)
+    assert error.offset == error.moved < 16 * MIB
+
+
+@pytest.mark.root
+def test_a_drive_that_loses_its_blocks_is_an_error_that_counts(tmp_path: Path) -> None:
+    with loop_mount(tmp_path, nbytes=64 * MIB) as mount:
+        path = mount.point / "file"
+        path.write_bytes(aligned_buffer(24 * MIB, seed=1))
+        os.sync()
+        os.truncate(mount.image, 4096)
+        backend = PosixBackend("test", direct=True, writable=False)
+        with pytest.raises(StorageError, match="Input/output error") as caught:
+            wait_for(backend.read(path, 0, aligned_buffer(24 * MIB)))
+        backend.close()
+    assert (caught.value.errno, caught.value.wanted) == (errno.EIO, 24 * MIB)
+    assert caught.value.path == path
+
+
+def test_a_drive_that_cannot_be_written_is_no_drive(tmp_path: Path) -> None:
+    """Even as root: the kernel's own files take no new one."""
+    access = probe(Path("/proc/self"))
+    assert not access.direct
+    assert access.reason.startswith("the trial failed: ")

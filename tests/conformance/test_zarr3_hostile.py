@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -82,9 +82,21 @@ def flipped(path: Path, bit: int) -> Iterator[None]:
     os.close(fd)
 
 
+@pytest.fixture(name="reader_of")
+def _reader_of(tmp_path: Path) -> Iterator[Callable[[ShardSpec], Reader]]:
+    with ExitStack() as closed:
+
+        def reader_of(spec: ShardSpec) -> Reader:
+            reader = Reader(tmp_path / "shard", spec)
+            closed.callback(reader.backend.close)
+            return reader
+
+        yield reader_of
+
+
 @pytest.fixture(name="reader")
-def _reader(tmp_path: Path, codec: Codec) -> Reader:
-    return Reader(tmp_path / "shard", spec_of(codec))
+def _reader(reader_of: Callable[[ShardSpec], Reader], codec: Codec) -> Reader:
+    return reader_of(spec_of(codec))
 
 
 @codecs
@@ -174,10 +186,10 @@ compressing = pytest.mark.parametrize("codec", [codec for codec in Codec if code
 @compressing
 @pytest.mark.parametrize("nbytes", [16_385, 20_000, 1 << 20])
 def test_a_chunk_that_decodes_to_more_is_refused_before_it_does(
-    tmp_path: Path, codec: Codec, nbytes: int
+    reader_of: Callable[[ShardSpec], Reader], codec: Codec, nbytes: int
 ) -> None:
     spec = spec_of(codec, chunk_nbytes=16_384)
-    reader = Reader(tmp_path / "shard", spec)
+    reader = reader_of(spec)
     good = bytes(codec.compress(memoryview(content(spec))[: spec.chunk_nbytes], 2))
     bomb = bytes(codec.compress(memoryview(bytes(nbytes)), 1))
     message = reader.refusal(with_valid_sums(spec, good, bomb))
@@ -216,16 +228,18 @@ def test_only_what_is_read_is_judged_and_the_rest_stays_readable(reader: Reader)
 
 
 @codecs
-def test_a_file_cut_while_it_is_open_ends_early(tmp_path: Path, codec: Codec) -> None:
+def test_a_file_cut_while_it_is_open_ends_early(
+    reader_of: Callable[[ShardSpec], Reader], codec: Codec
+) -> None:
     spec = spec_of(codec, chunk_nbytes=4096)
-    reader = Reader(tmp_path / "shard", spec)
+    reader = reader_of(spec)
     file = packed_shard(spec, content(spec))
     reader.path.write_bytes(file)
     out = memoryview(bytearray(4096))
     reader.backend.read(reader.path, 0, out).result()
     with reader.path.open("r+b") as opened:
         opened.truncate(len(file) // 2)
-    with pytest.raises(StorageError, match="ended early.*chunk 1, offset") as caught:
+    with pytest.raises(StorageError, match=r"ended early.*chunk 1, offset") as caught:
         reader.backend.read(reader.path, 4096, out).result()
     assert (caught.value.offset, caught.value.wanted) == (4096, 4096)
 

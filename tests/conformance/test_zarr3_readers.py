@@ -97,6 +97,7 @@ def write_with_tensorstore(folder: Path, values: np.ndarray) -> None:
     tensorstore.open(spec, open=True).result().write(values).result()
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NaN == NaN
 @pytest.mark.parametrize("writer", [write_with_zarr, write_with_tensorstore])
 @codecs
 def test_we_read_what_other_writers_write(

@@ -8,7 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.tiering_stores import content, make_store, small_chunks, small_record
+from tests.support.tiering_stores import (
+    content,
+    equal_rates,
+    make_store,
+    small_chunks,
+    small_record,
+)
 from tiering.backends.zarr_bfloat16 import open_array, register_bfloat16
 from tiering.codecs import Codec
 from tiering.records import Record
@@ -42,7 +48,9 @@ def _store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         drive.mkdir()
     with small_chunks():
         store = folder / "store"
-        with create_store(store, records=RECORDS, schema_files={}, drives=drives) as writer:
+        with create_store(
+            store, records=RECORDS, schema_files={}, drives=drives, measure=equal_rates
+        ) as writer:
             for record in RECORDS:
                 if not record.name.startswith("hole"):
                     data = _expected(record)
@@ -108,12 +116,14 @@ def test_a_store_is_a_group_of_groups_of_arrays(store: Path) -> None:
 
 
 def test_shards_lie_on_both_drives_and_slots_of_a_shard_on_one(store: Path) -> None:
-    places = {}
+    places, nbytes = {}, {"0": 0, "1": 0}
     for slot in (0, 1):
         links = sorted((store / "slots" / str(slot)).glob("*/c/*"), key=str)
         places[slot] = [str(link.readlink()).split("/")[-2] for link in links]
+        for link, drive in zip(links, places[slot], strict=True):
+            nbytes[drive] += link.stat().st_size
     assert places[0] == places[1]
-    assert abs(places[0].count("0") - places[0].count("1")) <= 1
+    assert nbytes["0"] == pytest.approx(nbytes["1"], rel=0.1)
 
 
 def test_the_metadata_is_plain_and_names_its_codecs(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import pytest
 MIB = 1 << 20
 _LEAST = {"ext4": 16 * MIB, "xfs": 320 * MIB}  # images are sparse: most of it is never written
 _MAKE = {"ext4": ["mkfs.ext4", "-q", "-F", "-m", "0"], "xfs": ["mkfs.xfs", "-q", "-f"]}
+_PAGE = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +49,9 @@ def loop_mount(
         pytest.skip(f"no {_MAKE[filesystem][0]} here")
     image, point = folder / f"{name}.img", folder / name
     with _loop_device(image, max(nbytes, _LEAST[filesystem]), sector_nbytes) as device:
-        _run(*_MAKE[filesystem], str(device))
+        large = ["-b", f"size={sector_nbytes}"] if sector_nbytes > _PAGE else []
+        if subprocess.run([*_MAKE[filesystem], *large, str(device)]).returncode:
+            pytest.skip(f"no {filesystem} with {sector_nbytes} B sectors here")
         with _mounted(filesystem, str(device), point, options):
             yield Mount(point=point, device=device, image=image)
     image.unlink()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from tiering import records as records_module
+from tiering.bandwidth import Rates
 from tiering.checksum import ChunkCrc, Table
 from tiering.manifest import Generation
 from tiering.records import Record
@@ -54,10 +56,13 @@ def small_chunks(chunk_length: int = 4096) -> Iterator[None]:
         records_module.CHUNK_LENGTH = before
 
 
+@functools.lru_cache(maxsize=256)
 def content(record: Record, seed: int) -> np.ndarray:
     """Return the bytes of a record in the state ``seed``; a shared one has one state."""
     key = [0 if record.shared else seed, *record.name.encode()]
-    return np.random.default_rng(key).integers(0, 256, record.nbytes, dtype=np.uint8)
+    data = np.random.default_rng(key).integers(0, 256, record.nbytes, dtype=np.uint8)
+    data.flags.writeable = False
+    return data
 
 
 def put(writer: StoreWriter, slot: int, record: Record, data: np.ndarray) -> Table:
@@ -93,10 +98,20 @@ def make_store(
     """Create a store whose one generation is the state ``seed``."""
     files = {"schema.json": b"{}", "chat/template.jinja": b"\xff\x00"}
     with create_store(
-        path, records=records, schema_files=files, drives=drives, slots=slots
+        path,
+        records=records,
+        schema_files=files,
+        drives=drives,
+        slots=slots,
+        measure=equal_rates,
     ) as writer:
         fill(writer, seed)
     return path
+
+
+def equal_rates(folder: Path) -> Rates:
+    """Take all drives for equally fast, so that places do not depend on what a drive does."""
+    return Rates(read_bytes_per_s=1e9, written_bytes_per_s=1e9)
 
 
 def read_all(reader: StoreReader) -> Mapping[str, np.ndarray]:

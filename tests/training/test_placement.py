@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
 from checkpoint.convert import convert
+from checkpoint.recode import Cut, recode
 from checkpoint.schema import Layout
+from megatrain import run
 from megatrain.shape import PIECE
+from megatrain.trainer import Stop
 from tests.support.runs import (
     Quiet,
     as_float,
@@ -24,13 +28,23 @@ from tests.support.runs import (
     train,
 )
 from tiering.records import Tier
+from tiering.store import open_reader
 
 DISK = {"memory__resident": 1, "memory__gradients": "disk"}
+BF16 = DISK | {"train__dtype": "bfloat16"}
 MIXES = {
     "ram": {},
     "disk": DISK,
     "half": {"memory__resident": "700KiB", "memory__gradients": "ram"},
     "small slabs": DISK | {"memory__slab": PIECE},
+    "zarr": DISK | {"store__tier": "zarr"},
+    "zarr, small slabs": DISK
+    | {"store__tier": "zarr", "store__codec": "zstd", "memory__slab": PIECE},
+    "half in zarr": {
+        "memory__resident": "700KiB",
+        "store__tier": "zarr",
+        "store__codec": "none",
+    },
 }
 
 
@@ -58,6 +72,72 @@ def test_ram_disk_and_any_mix_give_the_same_bits(tmp_path, tie, dtype):
     assert Tier.NVME not in tiers["ram"]
     assert tiers["disk"].get(Tier.PINNED, 0) < tiers["disk"][Tier.NVME] / 100
     assert {Tier.PINNED, Tier.NVME} <= tiers["half"].keys()
+    assert Tier.NVME not in tiers["zarr"]
+    assert {Tier.PINNED, Tier.ZARR} == tiers["half in zarr"].keys()
+
+
+def test_several_drives_read_at_once_give_the_same_bits(tmp_path):
+    model = tiny_llama(tmp_path / "model")
+    data = token_rows(tmp_path / "rows.jsonl")
+    train(run_config(model, data, tmp_path / "one", **BF16))
+    drives = [tmp_path / name for name in "abc"]
+    for drive in drives:
+        drive.mkdir()
+    many = run_config(model, data, tmp_path / "three", store__drives=[*map(str, drives)], **BF16)
+    readers = set()
+    train(many, Quiet(after=lambda row: readers.update(_lanes("io_read"))))
+    assert len(readers) == 3
+    expected, found = (read_state(tmp_path / name / "store") for name in ("one", "three"))
+    assert differing(expected, found) == []
+    assert numbers(tmp_path / "one") == numbers(tmp_path / "three")
+
+
+def _lanes(name):
+    return {t.name for t in threading.enumerate() if t.name.startswith(f"lane-{name}")}
+
+
+CUTS = {
+    "moments in zarr": Cut(codec="zstd", records=("*.exp_avg*",)),
+    "small shards": Cut(codec="blosc-lz4-bitshuffle", shard_nbytes=1 << 20),
+    "small raw shards": Cut(shard_nbytes=1 << 20),
+}
+
+
+def test_a_store_that_is_cut_anew_trains_to_the_same_bits(tmp_path):
+    model = wide_llama(tmp_path / "model", tie=False)
+    data = token_rows(tmp_path / "rows.jsonl", vocab=1500)
+    train(run_config(model, data, tmp_path / "plain", **BF16))
+    expected = read_state(tmp_path / "plain" / "store")
+    for name, cut in CUTS.items():
+        store = tmp_path / name
+        convert(model, store)
+        recode(store, cut)
+        seen = train(run_config(store, data, tmp_path / f"{name} run", **BF16))
+        assert differing(expected, read_state(store)) == [], name
+        assert numbers(tmp_path / "plain") == numbers(tmp_path / f"{name} run"), name
+        assert seen.plan
+    tiers = {name: len({record.tier for record in cut_records(tmp_path / name)}) for name in CUTS}
+    assert tiers == {"moments in zarr": 2, "small shards": 1, "small raw shards": 1}
+
+
+def cut_records(store):
+    with open_reader(store) as reader:
+        return list(reader.records.values())
+
+
+def test_a_run_is_resumed_after_its_store_was_cut_anew(tmp_path):
+    model = tiny_llama(tmp_path / "m")
+    data = token_rows(tmp_path / "rows.jsonl")
+    train(run_config(model, data, tmp_path / "whole", train__steps=4, **DISK))
+    stop = Stop()
+    out = tmp_path / "cut"
+    config = run_config(model, data, out, train__steps=4, **DISK)
+    run.train(config, Quiet(after=lambda row: row["step"] == 2 and stop.request()), stop)
+    recode(out / "store", Cut(codec="zstd"))
+    run.resume(out, [], Quiet(), Stop())
+    expected, found = (read_state(tmp_path / name / "store") for name in ("whole", "cut"))
+    assert differing(expected, found) == []
+    assert numbers(tmp_path / "whole") == numbers(out)
 
 
 def test_a_run_in_float32_on_a_store_with_bf16_weights_keeps_them_in_step(tmp_path):

@@ -44,13 +44,13 @@ def test_looking_at_a_store_loads_nothing_heavy(tmp_path: Path) -> None:
     [
         (("convert", "a", "b", "--layout", "split"), "--layout split: not in this version yet"),
         (("convert", "a", "b", "--layout", "split8"), "--layout split8: not in this version yet"),
-        (("convert", "a", "b", "--tier", "zarr"), "--tier zarr: not in this version yet"),
         (("export", "a", "b", "--format", "zarr"), "--format zarr: not in this version yet"),
         (("export", "a", "b", "--format", "dcp"), "--format dcp: not in this version yet"),
         (("convert", "a", "b", "--layout", "fp16"), "'fp16' is not one of"),
         (("convert", "a", "b", "--ram", "lots"), "'lots' is no size"),
         (("convert", "a", "b", "--ram", "4KiB"), "the smallest piece needs 57344 B"),
-        (("shard", "a"), "No such command 'shard'"),
+        (("shard", "a"), "nothing to do: give --drive, --tier or --shard-size"),
+        (("mend", "a"), "No such command 'mend'"),
         (("export", "a"), "Missing argument 'OUT'"),
     ],
 )

@@ -40,7 +40,7 @@ MANIFEST = Manifest(
 )
 ROOT = Root(
     uuid="0" * 32,
-    drives=2,
+    drives={0: 0.75, 2: 0.25, 5: 0.0},
     schema="cd" * 32,
     generations=(
         Generation(number=2, parent=None, slot=0, step=30, digest="ef" * 32),
@@ -111,7 +111,18 @@ def test_a_manifest_that_breaks_a_rule_is_refused_by_field(
         (lambda p: p["generations"].reverse(), "generations: .*ascending"),
         (lambda p: p.update(generations=[]), "generations: .*at least one"),
         (lambda p: p["generations"][0].pop("step"), r"generations\[0\].step: found 'nothing'"),
-        (lambda p: p.update(drives=0), "drives: found 0"),
+        (lambda p: p.update(drives=2), "drives: found 2, expected a list"),
+        (lambda p: p.update(drives=[]), r"drives: found \[\], expected ascending .* at least one"),
+        (lambda p: p["drives"].reverse(), r"drives: found \[5, 2, 0\], expected ascending"),
+        (lambda p: p["drives"].append(p["drives"][2]), r"drives: found \[0, 2, 5, 5\]"),
+        (lambda p: p["drives"][0].update(drive=-1), r"drives\[0\].drive: found -1"),
+        (lambda p: p["drives"][0].update(drive="0"), r"drives\[0\].drive: found '0'"),
+        (lambda p: p["drives"][1].update(share=1.5), r"drives\[1\].share: found 1.5, .* 0 to 1"),
+        (lambda p: p["drives"][1].update(share=True), r"drives\[1\].share: found True"),
+        (lambda p: p["drives"][1].update(share=float("nan")), r"drives\[1\].share: found nan"),
+        (lambda p: p["drives"][1].pop("share"), r"drives\[1\].share: found 'nothing'"),
+        (lambda p: p["drives"][1].update(path="/x"), r"drives\[1\].path: found 'a key'"),
+        (lambda p: [d.update(share=0) for d in p["drives"]], "a share above 0 in at least one"),
         (lambda p: p.update(schema="../../etc"), "schema: found"),
     ],
 )

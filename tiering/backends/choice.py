@@ -82,7 +82,8 @@ def require(engine: Engine) -> None:
     Raises:
         RefusedError: It says what is missing.
     """
-    _choose(engine)
+    if engine == "kvikio":
+        _choose(engine)
 
 
 def open_backends(
@@ -102,26 +103,34 @@ def open_backends(
         RefusedError: kvikio was asked for by name and cannot be used here.
     """
     by_kvikio = _choose(engine)
+    if by_kvikio:
+        _log.info("shards move by %s", by_kvikio.said)
     return [
         _kvikio_backend(name, len(names), writable, open_files)
         if by_kvikio and _allows_kvikio(name, found)
-        else PosixBackend(name, direct=found.direct, writable=writable, open_files=open_files)
+        else PosixBackend(
+            name,
+            direct=found.direct,
+            alignment=found.alignment,
+            writable=writable,
+            open_files=open_files,
+        )
         for name, found in zip(names, access, strict=True)
     ]
 
 
-def _choose(engine: Engine) -> bool:
-    """Return whether kvikio it is."""
+def _choose(engine: Engine) -> Kvikio | None:
+    """Return kvikio if that is what moves the shards."""
     if engine == "posix" or (engine == "auto" and not find_driver().devices):
-        return False
+        return None
     found = find_kvikio()
     if found.usable:
-        _log.info("shards move by %s", found.said)
-    elif engine == "kvikio":
+        return found
+    if engine == "kvikio":
         raise RefusedError(f"kvikio: {found.said}; or set store.io to posix")
-    elif found.installed:
+    if found.installed:
         _log.warning("shards move by the posix engine: kvikio: %s", found.said)
-    return found.usable
+    return None
 
 
 def _allows_kvikio(name: str, found: Access) -> bool:

@@ -23,6 +23,7 @@ import kvikio.defaults
 import kvikio.statistics
 import numpy as np
 
+from tiering import fsops
 from tiering.backends.driver import find_driver
 from tiering.backends.open_files import OpenFiles
 from tiering.backends.posix import (
@@ -140,11 +141,12 @@ class KvikioBackend:
         self._plain.forget(path)
 
     def close(self) -> None:
-        """Wait for what is in flight and close every file."""
+        """Wait for what is in flight, close every file and log the path that was taken."""
         self._threads.shutdown(wait=True)
         self._plain.close()
         self._files.close()
         self._monitor.stop()
+        _log.info("%s", self.path_taken())
 
     def path_taken(self) -> str:
         """Return how bytes can move here, and how many requests of this process really did so."""
@@ -177,9 +179,12 @@ class KvikioBackend:
         )
 
     def _submit(self, request: _Request) -> Future[int]:
-        return self._threads.submit(self._transfer, request)
+        ended = None
+        if request.action == "write" and isinstance(request.buffer, memoryview):
+            ended = fsops.begin_write(request.path, request.offset, request.buffer)
+        return self._threads.submit(self._transfer, request, ended)
 
-    def _transfer(self, request: _Request) -> int:
+    def _transfer(self, request: _Request, ended: fsops.Ended | None) -> int:
         if not request.nbytes:
             return 0
         try:
@@ -189,6 +194,8 @@ class KvikioBackend:
             moved, failure = -1, str(error)
         if moved != request.nbytes:
             self._settle(request, failure)
+        if ended is not None:
+            ended()  # here, so that whoever waits for the future comes after it
         return request.nbytes
 
     def _move(self, request: _Request) -> int:
@@ -227,7 +234,7 @@ class KvikioBackend:
             errno=errno.EIO,
             offset=request.offset,
             wanted=request.nbytes,
-            hint=f"kvikio: {failure}; to host memory these bytes move",
+            hint=f"kvikio: {failure}; the same bytes do move between drive and host memory",
         )
 
     def _try_without_device(self, request: _Request) -> None:
@@ -238,6 +245,7 @@ class KvikioBackend:
 
     def _try_piece(self, request: _Request, at: int, piece: memoryview) -> None:
         offset = request.offset + at
+        piece[:] = bytes(len(piece))
         try:
             error = self._plain.read(request.path, offset, piece).exception()
             # A write may go where the file is not yet.
@@ -251,7 +259,7 @@ class KvikioBackend:
                 error.action,
                 request.path,
                 errno=error.errno,
-                offset=error.offset,
+                offset=max(error.offset, offset),  # one before the first byte has no offset
                 wanted=request.nbytes,
                 moved=at + error.moved,
             ) from error

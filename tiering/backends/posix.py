@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 
+from tiering import fsops
+from tiering.backends.open_files import OpenFiles
 from tiering.errors import StorageError
 from tiering.records import ALIGNMENT
 
@@ -34,7 +34,7 @@ class PosixBackend:
 
     Requests are cut into pieces of at most 8 MiB that ``threads`` threads work on; every piece
     moves completely or its error reaches the future. A direct backend takes only offsets, lengths
-    and buffers that are multiples of 4096.
+    and addresses that are multiples of ``alignment``; a buffered one takes any.
     """
 
     def __init__(
@@ -43,20 +43,22 @@ class PosixBackend:
         *,
         direct: bool,
         writable: bool,
+        alignment: int = ALIGNMENT,
         threads: int = THREADS_PER_DRIVE,
         open_files: int = OPEN_FILES,
     ) -> None:
         self.direct = direct
-        self._name = name
+        self._alignment = alignment if direct else 1
         self._closed = False
-        flags = os.O_RDWR if writable else os.O_RDONLY
-        self._descriptors = _Descriptors(flags | (os.O_DIRECT if direct else 0), open_files)
+        flags = os.O_CLOEXEC | (os.O_RDWR if writable else os.O_RDONLY)
+        flags |= os.O_DIRECT if direct else 0
+        self._files = OpenFiles(lambda path: os.open(path, flags), os.close, open_files)
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix=f"posix-{name}")
 
     @property
     def alignment(self) -> int:
         """What offsets, lengths and addresses of a transfer are multiples of."""
-        return ALIGNMENT if self.direct else 1
+        return self._alignment
 
     def read(self, path: File, offset: int, out: memoryview) -> Future[int]:
         """Fill ``out`` with the bytes at ``offset``; it is borrowed until the future ends.
@@ -74,46 +76,66 @@ class PosixBackend:
         return self._submit("write", os.pwritev, path, offset, data)
 
     def forget(self, path: Path) -> None:
-        """Close the descriptor of a file that is about to be removed."""
-        self._descriptors.forget(path)
+        """Close a file that is about to be removed or replaced."""
+        self._files.forget(path)
 
     def close(self) -> None:
         """Wait for what is in flight and close every file; later transfers raise."""
         self._closed = True
         self._threads.shutdown(wait=True)
-        self._descriptors.close()
+        self._files.close()
 
     def _submit(
         self, action: str, move: _Move, path: File, offset: int, view: memoryview
     ) -> Future[int]:
         if self._closed:
-            raise ValueError(f"cannot {action} {_path_of(path)}: {self._name} is closed")
+            raise ValueError(f"cannot {action} {_path_of(path)}: the drive was closed")
         view = view.cast("B")
         require_aligned(path, offset, view, self.alignment)
         pieces = [
-            self._threads.submit(
-                self._transfer, action, move, path, offset + at, view[at : at + REQUEST_NBYTES]
-            )
+            self._submit_piece(action, move, path, offset + at, view[at : at + REQUEST_NBYTES])
             for at in range(0, len(view), REQUEST_NBYTES)
         ]
         return pieces[0] if len(pieces) == 1 else joined(pieces, offset, len(view))
 
-    def _transfer(self, action: str, move: _Move, file: File, offset: int, view: memoryview) -> int:
-        with self._descriptors.lease(file) as fd:
+    def _submit_piece(
+        self, action: str, move: _Move, file: File, offset: int, view: memoryview
+    ) -> Future[int]:
+        ended = fsops.begin_write(file, offset, view) if action == "write" else None
+        return self._threads.submit(self._transfer, action, move, file, offset, view, ended)
+
+    def _transfer(
+        self,
+        action: str,
+        move: _Move,
+        file: File,
+        offset: int,
+        view: memoryview,
+        ended: fsops.Ended | None,
+    ) -> int:
+        wanted = len(view)
+        with ExitStack() as stack:
+            try:
+                fd = file if isinstance(file, int) else stack.enter_context(self._files.lease(file))
+            except OSError as error:
+                raise _failed("open", file, error.errno or 0, offset, wanted, 0) from error
             done = 0
-            while done < len(view):
+            while done < wanted:
                 moved, code = _move_once(move, fd, view[done:], offset + done, self.alignment)
                 done += moved
                 if moved == 0:
-                    raise StorageError(
-                        action,
-                        _path_of(file),
-                        errno=code,
-                        offset=offset + done,
-                        wanted=len(view),
-                        moved=done,
-                    )
+                    raise _failed(action, file, code, offset + done, wanted, done)
+        if ended is not None:
+            ended()  # here, so that whoever waits for the future comes after it
         return done
+
+
+def _failed(
+    action: str, file: File, code: int, offset: int, wanted: int, moved: int
+) -> StorageError:
+    return StorageError(
+        action, _path_of(file), errno=code, offset=offset, wanted=wanted, moved=moved
+    )
 
 
 def _move_once(
@@ -131,7 +153,14 @@ def _move_once(
 
 
 def _path_of(file: File) -> Path:
-    return file if isinstance(file, Path) else Path(f"/proc/self/fd/{file}")
+    """Return where a file is; one without a name is called by the folder that it is in."""
+    if isinstance(file, Path):
+        return file
+    link = Path(f"/proc/self/fd/{file}")
+    try:
+        return Path(os.readlink(link))
+    except OSError:
+        return link
 
 
 def require_aligned(path: File, offset: int, view: memoryview, alignment: int) -> None:
@@ -153,8 +182,8 @@ def joined(pieces: Sequence[Future[int]], offset: int, wanted: int) -> Future[in
 
     Pieces move side by side: what counts as moved is what lies before the first failure.
     """
-    joined: Future[int] = Future()
-    joined.set_running_or_notify_cancel()
+    whole: Future[int] = Future()
+    whole.set_running_or_notify_cancel()
     left = len(pieces)
     guard = threading.Lock()
 
@@ -164,24 +193,25 @@ def joined(pieces: Sequence[Future[int]], offset: int, wanted: int) -> Future[in
             left -= 1
             if left:
                 return
-        error = next((e for piece in pieces if (e := piece.exception())), None)
-        if error is None:
-            joined.set_result(wanted)
-        elif isinstance(error, StorageError):
-            joined.set_exception(_of_whole(error, offset, wanted))
-        else:
-            joined.set_exception(error)
+        try:
+            for piece in pieces:
+                piece.result()
+            whole.set_result(wanted)
+        except StorageError as error:
+            whole.set_exception(_of_whole(error, offset, wanted))
+        except BaseException as error:  # noqa: BLE001  a thread's edge: handed to the waiter
+            whole.set_exception(error)
 
     for piece in pieces:
         piece.add_done_callback(finish)
     if not pieces:
-        joined.set_result(0)
-    return joined
+        whole.set_result(0)
+    return whole
 
 
 def _of_whole(error: StorageError, offset: int, wanted: int) -> StorageError:
     """Return the error of a piece as that of the request it was cut from."""
-    first = max(error.offset, offset)  # an error before the first byte has no offset
+    first = max(error.offset, offset)  # an error before the first byte may have no offset
     whole = StorageError(
         error.action,
         error.path,
@@ -193,60 +223,3 @@ def _of_whole(error: StorageError, offset: int, wanted: int) -> StorageError:
     )
     whole.__cause__ = error
     return whole
-
-
-@dataclass(slots=True)
-class _Open:
-    fd: int
-    users: int = 0
-
-
-class _Descriptors:
-    """Open files, the longest unused closed first; one in use is never closed."""
-
-    def __init__(self, flags: int, capacity: int) -> None:
-        self._flags = flags | os.O_CLOEXEC
-        self._capacity = capacity
-        self._guard = threading.Lock()
-        self._files: OrderedDict[Path, _Open] = OrderedDict()
-
-    @contextmanager
-    def lease(self, file: File) -> Iterator[int]:
-        if isinstance(file, int):
-            yield file
-            return
-        with self._guard:
-            entry = self._acquire(file)
-        try:
-            yield entry.fd
-        finally:
-            with self._guard:
-                entry.users -= 1
-
-    def _acquire(self, path: Path) -> _Open:
-        entry = self._files.get(path)
-        if entry is None:
-            try:
-                entry = self._files[path] = _Open(os.open(path, self._flags))
-            except OSError as error:
-                raise StorageError("open", path, errno=error.errno or 0) from error
-        self._files.move_to_end(path)
-        entry.users += 1
-        self._evict()
-        return entry
-
-    def _evict(self) -> None:
-        idle = (path for path, entry in self._files.items() if not entry.users)
-        for path in list(idle)[: max(0, len(self._files) - self._capacity)]:
-            os.close(self._files.pop(path).fd)
-
-    def forget(self, path: Path) -> None:
-        with self._guard:
-            entry = self._files.get(path)
-            if entry is not None and entry.users == 0:
-                os.close(self._files.pop(path).fd)
-
-    def close(self) -> None:
-        with self._guard:
-            while self._files:
-                os.close(self._files.popitem()[1].fd)

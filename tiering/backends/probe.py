@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import logging
 import mmap
 import os
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,90 +19,127 @@ from tiering.records import ALIGNMENT
 
 _log = logging.getLogger(__name__)
 
+IN_RAM = frozenset({"tmpfs", "ramfs"})
+
 _STATX_DIOALIGN = 0x2000
 _AT_EMPTY_PATH = 0x1000
-_MEMORY = frozenset({"tmpfs", "ramfs"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """How a drive is read and written, and why."""
+    """How a drive is read and written, and why.
+
+    Attributes:
+        direct: Whether transfers pass the page cache by.
+        alignment: What offsets, lengths and addresses of a transfer are multiples of.
+        filesystem: Its type, as the kernel names it.
+        reason: Why not directly, or that it was tried.
+    """
 
     direct: bool
+    alignment: int = ALIGNMENT
     filesystem: str
     reason: str
+
+    @property
+    def in_ram(self) -> bool:
+        """Whether what lies on the drive takes this machine's memory."""
+        return self.filesystem in IN_RAM
 
 
 def probe(folder: Path, *, sample: Path | None = None) -> Access:
     """Return how ``folder`` is best read and written.
 
     A scratch file is written directly and read back; a reader that may not write passes a
-    ``sample`` file of the folder, which is only read.
+    ``sample`` file of the folder, which is only read. A writer's drive that cannot be used
+    directly is worth a warning: everything that a run writes goes through it.
     """
     filesystem = fsops.filesystem_type(folder)
-    reason = _refusal(folder, sample, filesystem)
-    access = Access(direct=not reason, filesystem=filesystem, reason=reason or "tried, works")
+    alignment, reason = _tried(folder, sample, filesystem)
     if reason:
-        _log.warning("%s (%s): buffered, not direct I/O: %s", folder, filesystem, reason)
-    else:
-        _log.info("%s (%s): direct I/O", folder, filesystem)
-    return access
+        _say(logging.WARNING if sample is None else logging.INFO, folder, filesystem, reason)
+        return Access(direct=False, alignment=1, filesystem=filesystem, reason=reason)
+    _log.info("%s (%s): direct I/O in multiples of %d B", folder, filesystem, alignment)
+    return Access(
+        direct=True, alignment=alignment, filesystem=filesystem, reason="tried, and it works"
+    )
 
 
-def _refusal(folder: Path, sample: Path | None, filesystem: str) -> str:
-    if filesystem in _MEMORY:
-        return f"{filesystem} is memory, and counts as memory"
+@functools.lru_cache
+def _say(level: int, folder: Path, filesystem: str, reason: str) -> None:
+    """Log how a drive is used, once: a run opens its store more than once."""
+    _log.log(level, "%s (%s): buffered, not direct I/O: %s", folder, filesystem, reason)
+
+
+def _tried(folder: Path, sample: Path | None, filesystem: str) -> tuple[int, str]:
+    """Return the alignment that works, or why none does."""
+    if filesystem in IN_RAM:
+        return 1, f"a {filesystem} is RAM, and counts as RAM"
     try:
-        if sample is not None:
-            return _try_read(sample)
-        return _try_round_trip(folder)
+        with _trial_file(folder, sample) as fd:
+            alignment = reported_alignment(fd) or ALIGNMENT
+            return alignment, _refusal(fd, alignment, write=sample is None)
     except OSError as error:
-        return f"trial failed: {error.strerror}"
+        return 1, f"the trial failed: {error.strerror}"
 
 
-def _try_read(sample: Path) -> str:
-    fd = os.open(sample, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+@contextmanager
+def _trial_file(folder: Path, sample: Path | None) -> Iterator[int]:
+    if sample is None:
+        fd = open_unnamed(folder, os.O_DIRECT)
+    else:
+        fd = os.open(sample, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
     try:
-        with mmap.mmap(-1, ALIGNMENT) as page:
-            os.preadv(fd, [page], 0)
-        return _alignment_refusal(fd)
+        yield fd
     finally:
         os.close(fd)
 
 
-def _try_round_trip(folder: Path) -> str:
-    fd = open_unnamed(folder, os.O_DIRECT)
-    try:
-        refusal = _alignment_refusal(fd)
-        return refusal or ("" if _round_trip(fd) else "what was written does not read back")
-    finally:
-        os.close(fd)
+def _refusal(fd: int, alignment: int, *, write: bool) -> str:
+    if ALIGNMENT % alignment:
+        return f"it needs {alignment} B alignment, shards have {ALIGNMENT}"
+    if write:
+        return "" if _reads_back(fd, alignment) else "what was written does not read back"
+    with mmap.mmap(-1, ALIGNMENT) as page:
+        os.preadv(fd, [page], 0)
+    return ""
 
 
-def _round_trip(fd: int) -> bool:
-    pattern = secrets.token_bytes(ALIGNMENT)
-    with mmap.mmap(-1, 2 * ALIGNMENT) as pages:
-        pages[:ALIGNMENT] = pattern
-        with memoryview(pages) as view:
-            sent = os.pwritev(fd, [view[:ALIGNMENT]], ALIGNMENT)
-            got = os.preadv(fd, [view[ALIGNMENT:]], ALIGNMENT)
-        return sent == got == ALIGNMENT and pages[ALIGNMENT:] == pattern
+def _reads_back(fd: int, alignment: int) -> bool:
+    """Write and read one block, at an offset and an address that are no more aligned than it."""
+    pattern = secrets.token_bytes(alignment)
+    with mmap.mmap(-1, 4 * ALIGNMENT) as pages, memoryview(pages) as view:
+        blocks = [view[k * alignment : (k + 1) * alignment] for k in (1, 3)]
+        try:
+            blocks[0][:] = pattern
+            sent = os.pwritev(fd, blocks[:1], alignment)
+            got = os.preadv(fd, blocks[1:], alignment)
+            return sent == got == alignment and blocks[1] == pattern
+        finally:
+            for block in blocks:
+                block.release()
 
 
-def _alignment_refusal(fd: int) -> str:
-    """Return why 4 KiB alignment is not enough, as far as the kernel says."""
+def reported_alignment(fd: int) -> int | None:
+    """Return the larger of the alignments that the kernel asks for; None if it does not say.
+
+    Raises:
+        OSError: It says that the file cannot be read and written directly.
+    """
     buffer = ctypes.create_string_buffer(256)
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "statx"):
-        return ""
+        return None
     if libc.statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, buffer) != 0:
-        return ""
-    mask = int.from_bytes(buffer.raw[0:4], "little")
-    memory = int.from_bytes(buffer.raw[0x98:0x9C], "little")
-    offset = int.from_bytes(buffer.raw[0x9C:0xA0], "little")
-    if mask & _STATX_DIOALIGN and max(memory, offset) > ALIGNMENT:
-        return f"needs {max(memory, offset)} B alignment"
-    return ""
+        return None
+    mask, memory, offset = (
+        int.from_bytes(buffer.raw[at : at + 4], "little") for at in (0, 0x98, 0x9C)
+    )
+    if not mask & _STATX_DIOALIGN:
+        return None
+    if not (memory and offset):
+        raise OSError(errno.EOPNOTSUPP, "statx: not for this file")
+    return max(memory, offset)
 
 
 def open_unnamed(folder: Path, flags: int = 0) -> int:

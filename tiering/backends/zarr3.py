@@ -18,8 +18,9 @@ from pathlib import Path
 import numpy as np
 
 from tiering import fsops
+from tiering.backends.open_files import OpenFiles
 from tiering.backends.posix import OPEN_FILES, THREADS_PER_DRIVE, joined
-from tiering.backends.zarr_shards import DecodedChunks, OpenShards
+from tiering.backends.zarr_shards import DecodedChunks, OpenShard, Scratch
 from tiering.checksum import crc32c
 from tiering.codecs import Place, ShardSpec, encode_index
 from tiering.errors import StorageError
@@ -46,7 +47,7 @@ class ShardWriter:
         self._file = fsops.Replacement(path)
         self._buffer = memoryview(b"")
         self._filled = 0
-        self._places: list[Place] = []
+        self._places: list[Place | None] = []
         self._end = 0
 
     @property
@@ -149,7 +150,8 @@ class Zarr3Backend:
         self._guard = threading.Lock()
         self._files: dict[Path, _File] = {}
         self._closed = False
-        self._open = OpenShards(open_files)
+        self._scratch = Scratch()
+        self._open = OpenFiles(self._open_shard, OpenShard.close, open_files)
         self._decoded = DecodedChunks(threads)
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix=f"zarr-{name}")
 
@@ -190,6 +192,9 @@ class Zarr3Backend:
             pieces = self._submit_pieces(path, spec, offset, view)
         return joined(pieces, offset, len(view))
 
+    def _open_shard(self, path: Path) -> OpenShard:
+        return OpenShard(path, self._files[path].spec, self._scratch)
+
     def _submit_pieces(
         self, path: Path, spec: ShardSpec, offset: int, view: memoryview
     ) -> list[Future[int]]:
@@ -208,7 +213,7 @@ class Zarr3Backend:
         self, path: Path, spec: ShardSpec, chunk: int, start: int, out: memoryview
     ) -> int:
         try:
-            with self._open.lease(path, spec) as shard:
+            with self._open.lease(path) as shard:
                 if len(out) == spec.chunk_nbytes:
                     shard.read_chunk(chunk, out)
                 else:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import struct
 import threading
-from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -32,57 +31,60 @@ class Scratch(threading.local):
 
 
 class OpenShard:
-    """One version of a shard file. Thread-safe, except that ``close`` must come last.
+    """One version of a shard file, opened when it is first read. Thread-safe; ``close`` is last.
 
     Offsets in its errors are those of the file.
-
-    Raises:
-        CorruptionError: The file is too short, or its index is damaged or leads elsewhere.
-        StorageError: The file is missing or cannot be read.
     """
 
     def __init__(self, path: Path, spec: ShardSpec, scratch: Scratch) -> None:
         self._path = path
         self._spec = spec
         self._scratch = scratch
-        with self._reading("open", 0):
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            self._places = self._read_index()
-        except BaseException:
-            os.close(self._fd)
-            raise
+        self._guard = threading.Lock()
+        self._fd = -1
+        self._places: list[Place | None] = []
 
     def close(self) -> None:
         """Close the file."""
-        os.close(self._fd)
+        if self._fd >= 0:
+            os.close(self._fd)
 
     def read_chunk(self, chunk: int, out: memoryview) -> None:
         """Fill ``out`` with the decoded ``chunk``; after an error its content is undefined.
 
         Raises:
-            CorruptionError: The chunk's crc32c differs or it cannot be decoded to its length.
-            StorageError: The file cannot be read, or ended early.
+            CorruptionError: The file is too short, its index is damaged or leads elsewhere, the
+                chunk's crc32c differs, or it cannot be decoded to its length.
+            StorageError: The file is missing, cannot be read, or ended early.
         """
+        self._open()
         place = self._places[chunk]
         if place is None:
             np.frombuffer(out, np.uint8).fill(0)
         elif self._spec.codec is Codec.NONE:
-            self._read_plain(chunk, place, out)
+            self._read_plain(chunk, *place, out)
         else:
-            self._read_encoded(chunk, place, out)
+            self._read_encoded(chunk, *place, out)
 
-    def _read_plain(self, chunk: int, place: Place, out: memoryview) -> None:
-        offset, nbytes = place or (0, 0)
+    def _open(self) -> None:
+        """Open the file and read its index, once."""
+        with self._guard:
+            if self._places:
+                return
+            if self._fd < 0:
+                with self._reading("open", 0):
+                    self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            self._places = self._read_index()
+
+    def _read_plain(self, chunk: int, offset: int, nbytes: int, out: memoryview) -> None:
         if nbytes != len(out) + CRC_NBYTES:
             raise self._damaged(chunk, offset, f"{nbytes} B instead of {len(out) + CRC_NBYTES}")
         crc = memoryview(bytearray(CRC_NBYTES))
         self._fill([out, crc], offset)
         self._check_crc(chunk, offset, out, crc)
 
-    def _read_encoded(self, chunk: int, place: Place, out: memoryview) -> None:
-        offset, nbytes = place or (0, 0)
-        encoded = self._scratch.borrow(nbytes)
+    def _read_encoded(self, chunk: int, offset: int, nbytes: int, out: memoryview) -> None:
+        encoded = self._scratch.borrow(self._spec.max_encoded_nbytes)[:nbytes]
         self._fill([encoded], offset)
         data, crc = encoded[:-CRC_NBYTES], encoded[-CRC_NBYTES:]
         self._check_crc(chunk, offset, data, crc)
@@ -95,23 +97,29 @@ class OpenShard:
         (expected,) = struct.unpack("<I", crc)
         found = crc32c(data)
         if found != expected:
-            raise self._damaged(
-                chunk, offset, f"crc32c is {found:08x}, the file says {expected:08x}"
-            )
+            sums = f"crc32c is {found:08x}, the file says {expected:08x}"
+            raise self._damaged(chunk, offset, sums)
 
     def _damaged(self, chunk: int, offset: int, what: str) -> CorruptionError:
         return CorruptionError(
-            f"{self._spec.name} ({self._path}): chunk {chunk} at offset {offset} is damaged: {what}"
+            f"{self._spec.name} ({self._path}): chunk {chunk} at offset {offset} is damaged: "
+            f"{what}",
+            file=self._path,
+            offset=offset,
+            record=self._spec.array,
         )
 
-    def _read_index(self) -> list[Place]:
+    def _read_index(self) -> list[Place | None]:
         with self._reading("read", 0):
             nbytes = os.fstat(self._fd).st_size
         start = nbytes - self._spec.index_nbytes
         where = f"{self._spec.name} ({self._path})"
         if start < 0:
             raise CorruptionError(
-                f"{where} is truncated: {nbytes} B, its index alone has {self._spec.index_nbytes} B"
+                f"{where} is truncated: {nbytes} B, its index alone has "
+                f"{self._spec.index_nbytes} B",
+                file=self._path,
+                record=self._spec.array,
             )
         data = bytearray(self._spec.index_nbytes)
         self._fill([memoryview(data)], start)
@@ -119,7 +127,10 @@ class OpenShard:
             return decode_index(self._spec, data, start)
         except CorruptionError as error:
             raise CorruptionError(
-                f"{where}: index at offset {start} is damaged: {error}"
+                f"{where}: index at offset {start} is damaged: {error}",
+                file=self._path,
+                offset=start,
+                record=self._spec.array,
             ) from error
 
     def _fill(self, views: list[memoryview], offset: int) -> None:
@@ -155,70 +166,6 @@ def _behind(views: list[memoryview], moved: int) -> list[memoryview]:
         if skipped < len(view):
             left.append(view[skipped:])
     return left
-
-
-@dataclass(slots=True)
-class _Entry:
-    guard: threading.Lock = field(default_factory=threading.Lock)
-    shard: OpenShard | None = None
-    users: int = 0
-    stale: bool = False
-
-
-class OpenShards:
-    """Shards open for reading, the longest unused closed first; one in use is never closed."""
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._guard = threading.Lock()
-        self._entries: OrderedDict[Path, _Entry] = OrderedDict()
-        self._scratch = Scratch()
-
-    @contextmanager
-    def lease(self, path: Path, spec: ShardSpec) -> Iterator[OpenShard]:
-        """Lend the shard at ``path``, opened if it is not."""
-        with self._guard:
-            entry = self._entries.setdefault(path, _Entry())
-            self._entries.move_to_end(path)
-            entry.users += 1
-            self._evict()
-        try:
-            with entry.guard:  # not the one of all: others must not wait for this drive
-                if entry.shard is None:
-                    entry.shard = OpenShard(path, spec, self._scratch)
-            yield entry.shard
-        finally:
-            with self._guard:
-                entry.users -= 1
-                self._close_unused(entry)
-
-    def _evict(self) -> None:
-        idle = [path for path, entry in self._entries.items() if not entry.users]
-        for path in idle[: max(0, len(self._entries) - self._capacity)]:
-            self._drop(path)
-
-    def _drop(self, path: Path) -> None:
-        entry = self._entries.pop(path, None)
-        if entry is not None:
-            entry.stale = True
-            self._close_unused(entry)
-
-    @staticmethod
-    def _close_unused(entry: _Entry) -> None:
-        if entry.stale and not entry.users and entry.shard is not None:
-            entry.shard.close()
-            entry.shard = None
-
-    def forget(self, path: Path) -> None:
-        """Open ``path`` anew when it is next read; whoever reads it now finishes undisturbed."""
-        with self._guard:
-            self._drop(path)
-
-    def close(self) -> None:
-        """Close every file."""
-        with self._guard:
-            for path in list(self._entries):
-                self._drop(path)
 
 
 @dataclass(slots=True, eq=False)
