@@ -13,6 +13,7 @@ import torch
 from checkpoint.checked import CheckedReader
 from checkpoint.schema import Layout, Schema, Tensor, Unit
 from megatrain import knobs
+from megatrain.allocator import HeapKeeper
 from megatrain.config import MemoryConfig, RunConfig
 from megatrain.executor import Applied, Executor
 from megatrain.footprint import RAISE_LOCK
@@ -201,6 +202,7 @@ def start(
             units={unit.name: unit for unit in trained_units(schema)},
             device=device,
             dtype=TORCH_DTYPES[train.dtype],
+            heap=HeapKeeper(_heap_limit(plan)),
         )
         adam = stack.enter_context(CpuAdam(betas=train.betas, eps=train.eps))
         update = Update(stage, adam, counts)
@@ -241,6 +243,11 @@ def _arenas(plan: Plan, config: RunConfig, stack: ExitStack) -> Mapping[Tier, Ar
     if memory.lock == "required" and not all(arena.locked for arena in found.values()):
         raise CapacityError(f"memory.lock is required, but memory was not locked; {RAISE_LOCK}")
     return found
+
+
+def _heap_limit(plan: Plan) -> int | None:
+    found = plan.footprint
+    return None if found is None else plan.total_nbytes - found.workspace.spare
 
 
 def cxl_nodes(memory: MemoryConfig) -> tuple[int, ...]:
