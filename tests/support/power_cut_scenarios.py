@@ -174,7 +174,7 @@ class Workplace:
         try:
             self.assert_whole(steps)
         except RefusedError as error:
-            assert "no store" in str(error)
+            assert "no store" in str(error)  # noqa: PT017
             assert None in steps, "there is no store any more"
             self.make()
             self.assert_whole(allowed(1))
