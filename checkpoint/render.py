@@ -14,7 +14,7 @@ from checkpoint.export import Exported
 from checkpoint.retention import Dropped, Pruned
 from checkpoint.shard import Sharded
 from checkpoint.sizes import format_size
-from checkpoint.summary import Summary, UnitLine
+from checkpoint.summary import GenerationLine, Summary, UnitLine
 from checkpoint.verify import Finding, Findings, Verified
 
 
@@ -43,9 +43,27 @@ def _headline(summary: Summary) -> str:
 
 
 def _state(summary: Summary) -> str:
-    listed = ", ".join(f"{g.generation} (step {g.step})" for g in summary.generations)
+    listed = ", ".join(map(_generation, summary.generations))
     holder = f"in use by {summary.holder}" if summary.holder else "not in use"
-    return f"generations {listed}; last commit {_age(summary.age_s)} ago; {holder}"
+    dropped = "".join(
+        f"; dropped generation {item.generation} is still read by {_pids(item.readers)}"
+        for item in summary.dropped
+    )
+    return f"generations {listed}{dropped}; last commit {_age(summary.age_s)} ago; {holder}"
+
+
+def _generation(line: GenerationLine) -> str:
+    again = line.parent is not None and line.parent < line.generation - 1
+    details = [
+        f"step {line.step}",
+        *([f"{line.parent} again"] if again else []),
+        *([f"read by {_pids(line.readers)}"] if line.readers else []),
+    ]
+    return f"{line.generation} ({', '.join(details)})"
+
+
+def _pids(pids: Sequence[int]) -> str:
+    return f"pid {', '.join(map(str, pids))}"
 
 
 def _age(age_s: float) -> str:

@@ -124,8 +124,8 @@ def reap(store: Path, listed: Collection[int]) -> dict[Path, int]:
         The manifests that readers still hold, each with the slot that they read.
     """
     held = {}
-    for path in unlisted_manifests(store, listed):
-        if not _remove_unread(path):
+    for path in manifests(store):
+        if int(path.parent.name) not in listed and not _remove_unread(path):
             held[path] = _slot_being_read(path)
     return held
 
@@ -138,11 +138,10 @@ def _slot_being_read(path: Path) -> int:
         raise LockedError(f"{error}; it is being read by pid {pids}: end that first") from error
 
 
-def unlisted_manifests(store: Path, listed: Collection[int]) -> list[Path]:
-    """Return the manifests of generations that are not ``listed``; the files may be missing."""
+def manifests(store: Path) -> list[Path]:
+    """Return the manifest of every generation, listed or not; the files may be missing."""
     folders = sorted((store / "manifests").iterdir())
-    dropped = [f for f in folders if f.name.isdecimal() and int(f.name) not in listed]
-    return [folder / "manifest.json" for folder in dropped]
+    return [folder / "manifest.json" for folder in folders if folder.name.isdecimal()]
 
 
 def find_generation(store: Path, root: Root, number: int) -> Generation:

@@ -148,15 +148,13 @@ def _flock(fd: int, kind: int, path: Path) -> bool:
 def holders_of(path: Path) -> list[int]:
     """Return the process ids that hold a lock on ``path``, as far as the kernel tells."""
     try:
-        inode = path.stat().st_ino
+        status = path.stat()
         lines = Path("/proc/locks").read_text().splitlines()
     except OSError:
         return []
-    fields = [line.split() for line in lines]
-    return sorted(
-        {
-            int(f[4])
-            for f in fields
-            if len(f) > 5 and f[1] == "FLOCK" and f[5].rpartition(":")[2] == str(inode)
-        }
-    )
+    held = [fields for line in lines if (fields := line.split())[1:2] == ["FLOCK"]]
+    inode = [fields for fields in held if fields[5].rpartition(":")[2] == str(status.st_ino)]
+    device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
+    # some file systems show programs another device than the kernel's: then the inode must do
+    here = [fields for fields in inode if fields[5].rpartition(":")[0] == device] or inode
+    return sorted({int(fields[4]) for fields in here})
