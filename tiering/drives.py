@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import json
 import logging
 import os
 import pwd
@@ -14,9 +12,10 @@ from pathlib import Path
 import psutil
 
 from tiering import fsops
-from tiering.errors import CorruptionError, RefusedError, StorageError
+from tiering.errors import CorruptionError, MegatrainError, RefusedError
 from tiering.fields import parse_object
 from tiering.manifest import FORMAT, encode_json
+from tiering.small_files import LABEL_MOST, read_small
 
 _log = logging.getLogger(__name__)
 
@@ -183,9 +182,8 @@ def is_ours(folder: Path, uuid: str, number: int) -> bool:
     if not folder.is_dir():
         return False
     try:
-        label = json.loads((folder / LABEL).read_bytes())
-        return bool(label["uuid"] == uuid and label["drive"] == number)
-    except (OSError, ValueError, TypeError, KeyError):
+        return read_label(folder) == (uuid, number)
+    except (FileNotFoundError, MegatrainError):
         return {entry.name for entry in folder.iterdir()} <= {LABEL}
 
 
@@ -262,12 +260,7 @@ def read_label(folder: Path) -> tuple[object, object]:
         FileNotFoundError: It has no label.
     """
     path = folder / LABEL
-    try:
-        label = parse_object(path.read_bytes(), path)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise StorageError("read", path, errno=error.errno or errno.EIO) from error
+    label = parse_object(read_small(path, LABEL_MOST), path)
     return label.get("uuid"), label.get("drive")
 
 

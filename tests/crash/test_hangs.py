@@ -25,6 +25,8 @@ from megatrain.watchdog import Place, Seat, Watch, Watchdog
 from tests.support.faults import Fault, build_shim
 from tests.support.held_runs import Driver
 from tests.support.runs import run_config, tiny_llama, token_rows, train
+from tiering.backends.zarr3 import Zarr3Backend
+from tiering.codecs import Codec, ShardSpec
 from tiering.store import open_reader
 
 PATIENCE_S = 60
@@ -303,6 +305,20 @@ def test_an_interrupted_list_ends_what_it_does_and_begins_nothing_more(said):
             lanes.run([op(0, Lane.HOST), op(1, Lane.HOST)], handle)
         assert done == [0]
         assert idle_again(lanes)
+
+
+def test_a_write_that_no_thread_takes_keeps_nobody_waiting(tmp_path):
+    (tmp_path / "shard").write_bytes(b"")
+    spec = ShardSpec(
+        array="a", shard=0, codec=Codec.NONE, itemsize=4, chunk_nbytes=4096, chunks=1, slots=1
+    )
+    backend = Zarr3Backend("a", writable=True)
+    backend.describe(tmp_path / "shard", spec)
+    backend._threads.shutdown()
+    with pytest.raises(RuntimeError, match="shutdown"):
+        backend.write(tmp_path / "shard", 0, memoryview(bytes(4096)))
+    assert in_time(lambda: backend.forget(tmp_path / "shard")) is None
+    assert in_time(backend.close) is None
 
 
 # -- whole processes -----------------------------------------------------------------------------

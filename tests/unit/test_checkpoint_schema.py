@@ -147,5 +147,5 @@ def test_a_missing_field_is_named() -> None:
 
 
 def test_bytes_that_are_not_json_are_refused() -> None:
-    with pytest.raises(CorruptionError, match=r"schema\.json: not JSON"):
+    with pytest.raises(CorruptionError, match=r"schema\.json: no valid JSON"):
         Schema.decode(b"\xff{")
