@@ -117,7 +117,7 @@ def test_a_schema_survives_encoding() -> None:
     ("path", "value", "message"),
     [
         (["layout"], "fp8", "'fp8' is not a valid Layout"),
-        (["format"], 2, "format 2, this version reads 1"),
+        (["format"], 2, "written in format 2, this program reads up to format 1"),
         (["units", 0, "tensors", 0, "offset"], 3, "at offset 3"),
         (["units", 0, "tensors", 0, "offset"], -64, "offset: -64 is negative"),
         (["units", 0, "tensors", 0, "shape"], [True], "expected whole numbers"),
