@@ -17,7 +17,7 @@ from checkpoint.schema import (
     layer_name,
     pack,
 )
-from tiering.errors import CorruptionError
+from tiering.errors import CorruptionError, RefusedError
 
 
 def make_schema(layout: Layout = Layout.FP32) -> Schema:
@@ -135,7 +135,7 @@ def test_a_damaged_schema_is_named(path: list[str | int], value: object, message
     for key in path[:-1]:
         place = place[key]
     place[path[-1]] = value
-    with pytest.raises(CorruptionError, match=f"schema.json: .*{message}|schema.json: {message}"):
+    with pytest.raises(RefusedError, match=f"schema.json: .*{message}|schema.json: {message}"):
         Schema.decode(json.dumps(document).encode())
 
 
