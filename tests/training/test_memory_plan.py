@@ -107,7 +107,8 @@ def test_what_is_advised_for_a_machine_that_is_too_small_does_fit(tmp_path, monk
 
     allowed = Limit(nbytes=resident_nbytes() + 500 * MIB, source="the test's limit")
     monkeypatch.setattr(limits, "memory_limit", lambda: allowed)
-    config = config_of(tmp_path, train__micro_batch=20_000, memory__ram="8GiB")
+    small = {"memory__ram": "8GiB", "memory__workspace": "16MiB"}
+    config = config_of(tmp_path, train__micro_batch=20_000, **small)
     with pytest.raises(CapacityError, match="the test's limit allows") as refusal:
         train(config)
     advice = re.findall(r"^  ([a-z_.]+): (\S+) +needs (.*)$", str(refusal.value), re.MULTILINE)

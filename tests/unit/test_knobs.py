@@ -11,8 +11,13 @@ from megatrain import engine, knobs
 from megatrain.config import RunConfig, with_sets
 from tests.support.runs import run_config, tiny_llama
 from tiering.errors import CapacityError
+from tiering.records import Record
 
 CPU = torch.device("cpu")
+
+
+def records_of(schema: Schema) -> dict[str, Record]:
+    return {record.name: record for record in schema.records()}
 
 
 @pytest.fixture(scope="module")
@@ -29,16 +34,18 @@ def config_of(**changes: object) -> RunConfig:
 def test_a_refused_budget_names_the_settings_that_help_most_and_they_do(schema: Schema) -> None:
     config = config_of()
     with pytest.raises(CapacityError, match=r"memory\.ram is 7\.0 MiB") as refusal:
-        engine.make_plan(schema, config, CPU)
+        engine.make_plan(schema, records_of(schema), config, CPU)
     lines = str(refusal.value).splitlines()
     raised = next(line for line in lines if line.startswith("raise memory.ram to "))
     enough = raised.split()[3].rstrip(";")
-    engine.make_plan(schema, with_sets(config, [f"memory.ram={enough}"]), CPU)
+    engine.make_plan(schema, records_of(schema), with_sets(config, [f"memory.ram={enough}"]), CPU)
     shown = [line.split() for line in lines[lines.index(raised) + 1 :]]
     assert len(shown) == knobs.SHOWN
     for key, value, *rest in shown:
         if "too" not in rest:
-            engine.make_plan(schema, with_sets(config, [f"{key[:-1]}={value}"]), CPU)
+            engine.make_plan(
+                schema, records_of(schema), with_sets(config, [f"{key[:-1]}={value}"]), CPU
+            )
 
 
 def need(config: RunConfig) -> int:
