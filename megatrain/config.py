@@ -189,6 +189,8 @@ class MemoryConfig(_Section):
     """Cap for the records that are kept in RAM; 0 keeps none."""
     slab: Literal["auto"] | Size = "auto"
     """Bytes of one staging slab."""
+    workspace: Literal["auto"] | Size = "auto"
+    """What the computation takes beside the arenas; auto: measured on a few layers beforehand."""
     gradients: Literal["auto", "ram", "disk"] = "auto"
     lock: Annotated[Literal["auto", "required", "off"], BeforeValidator(_off)] = "auto"
     """Whether host memory is locked, so that it cannot be swapped out; auto: as far as one may."""

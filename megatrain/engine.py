@@ -13,6 +13,7 @@ import torch
 from checkpoint.checked import CheckedReader
 from checkpoint.schema import Layout, Schema, Tensor, Unit
 from megatrain import knobs
+from megatrain.allocator import HeapKeeper
 from megatrain.config import MemoryConfig, RunConfig
 from megatrain.executor import Applied, Executor
 from megatrain.footprint import RAISE_LOCK
@@ -32,9 +33,11 @@ from tiering.arena import Arena
 from tiering.backends import cxl
 from tiering.errors import CapacityError, RefusedError
 from tiering.pool import Pool
-from tiering.records import ITEMSIZE, Record, Tier
+from tiering.records import CHUNK_LENGTH, ITEMSIZE, Record, Tier
 from tiering.scratch import Scratch
 from tiering.store import StoreWriter, open_reader
+
+MOST_READERS = 4  # more than four drives are busy with what an update reads and writes at once
 
 
 def pick_device(name: str) -> torch.device:
@@ -199,14 +202,27 @@ def start(
             units={unit.name: unit for unit in trained_units(schema)},
             device=device,
             dtype=TORCH_DTYPES[train.dtype],
+            heap=HeapKeeper(_heap_limit(plan)),
         )
         adam = stack.enter_context(CpuAdam(betas=train.betas, eps=train.eps))
         update = Update(stage, adam, counts)
-        lanes = make_lanes(device, _watch(store, config, leave))
+        watch = _watch(store, config, leave)
+        lanes = make_lanes(device, watch, readers=_readers(store, plan))
         stack.callback(lanes.close)
         executor = Executor(stage, update, lanes, max_norm=train.max_grad_norm, commit=commit)
         yield Engine(stage=stage, executor=executor, update=update)
         del executor, update, stage, model, memory, pool
+
+
+def _readers(store: StoreWriter, plan: Plan) -> int:
+    """Return how many reads may be under way at once: one a drive, as far as chunks stay whole.
+
+    The first pass over what was committed checks each chunk as it comes, and knows no pieces out
+    of order.
+    """
+    length, units = plan.step.sizes.slab_length, plan.step.shape.units
+    whole = length % CHUNK_LENGTH == 0 or length >= max(unit.length for unit in units)
+    return min(len(store.drives), MOST_READERS) if whole else 1
 
 
 def _watch(store: StoreWriter, config: RunConfig, leave: Callable[[BaseException], None]) -> Watch:
@@ -227,6 +243,11 @@ def _arenas(plan: Plan, config: RunConfig, stack: ExitStack) -> Mapping[Tier, Ar
     if memory.lock == "required" and not all(arena.locked for arena in found.values()):
         raise CapacityError(f"memory.lock is required, but memory was not locked; {RAISE_LOCK}")
     return found
+
+
+def _heap_limit(plan: Plan) -> int | None:
+    found = plan.footprint
+    return None if found is None else plan.total_nbytes - found.workspace.spare
 
 
 def cxl_nodes(memory: MemoryConfig) -> tuple[int, ...]:

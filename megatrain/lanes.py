@@ -1,12 +1,15 @@
-"""The lanes that run a step's operations: one thread each, and CUDA streams where there is a GPU.
+"""The lanes that run a step's operations: threads, and CUDA streams where there is a GPU.
 
-A lane takes its operations in list order. An operation starts when all its dependencies are
-done; on a GPU, "done" between two device lanes is an event that the stream waits for, and the
-host waits for the event only where the host itself touches the bytes.
+A lane has one seat, which is a thread, and takes its operations in list order. A lane of several
+seats deals its operations out to them in turn, so that as many can be under way at once. An
+operation starts when all its dependencies are done; on a GPU, "done" between two device lanes is
+an event that the stream waits for, and the host waits for the event only where the host itself
+touches the bytes.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import queue
 import threading
@@ -18,7 +21,7 @@ from typing import Protocol
 import torch
 
 from megatrain.ops import Lane, Op, ScheduleError
-from megatrain.watchdog import Place, Watch, Watchdog
+from megatrain.watchdog import Place, Seat, Watch, Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +53,7 @@ class _Job:
 
     ops: Sequence[Op]
     handle: Handler
-    places: dict[Lane, Place]
+    places: dict[Seat, Place]
     issued: bytearray
     events: dict[int, torch.cuda.Event] = field(default_factory=dict)
     guard: threading.RLock = field(default_factory=threading.RLock)
@@ -63,9 +66,9 @@ class _Job:
         self.changed = threading.Condition(self.guard)
         self.idle = threading.Condition(self.guard)
 
-    def wait_for(self, op: Op) -> bool:
+    def wait_for(self, op: Op, seat: Seat) -> bool:
         """Wait until what ``op`` depends on is issued; False if the job has failed."""
-        place = self.places[op.lane]
+        place = self.places[seat]
         with self.guard:
             place.op, place.waiting, place.since = op, True, time.monotonic()
             self._require_a_way_on()
@@ -89,9 +92,9 @@ class _Job:
             self.changed.notify_all()
             self.idle.notify_all()
 
-    def leave(self, lane: Lane) -> None:
+    def leave(self, seat: Seat) -> None:
         with self.guard:
-            self.places.pop(lane, None)
+            self.places.pop(seat, None)
             self._require_a_way_on()
             if not self.places:
                 self.idle.notify_all()
@@ -99,11 +102,13 @@ class _Job:
     def waits(self) -> dict[Lane, frozenset[Lane]]:
         """Return the lanes that each waiting lane waits for."""
         with self.guard:
-            return {
-                lane: frozenset(self.ops[d].lane for d in place.op.deps if not self.issued[d])
-                for lane, place in self.places.items()
-                if place.op is not None and place.waiting
-            }
+            found: dict[Lane, frozenset[Lane]] = {}
+            for seat, place in self.places.items():
+                if place.op is not None and place.waiting:
+                    open_deps = (d for d in place.op.deps if not self.issued[d])
+                    found.setdefault(seat.lane, frozenset())
+                    found[seat.lane] |= {self.ops[d].lane for d in open_deps}
+            return found
 
     def _require_a_way_on(self) -> None:
         """Fail where every lane waits for what none will do: the list is wrong."""
@@ -115,35 +120,37 @@ class _Job:
 
 
 class CpuLanes:
-    """Six threads. ``threads`` says how many cores each lane's arithmetic may use."""
+    """One thread a seat. ``seats`` says how many a lane has: one, if it is not there."""
 
     def __init__(
-        self, threads: Mapping[Lane, int] | None = None, *, watch: Watch | None = None
+        self, seats: Mapping[Lane, int] | None = None, *, watch: Watch | None = None
     ) -> None:
+        self._width = {lane: (seats or {}).get(lane, 1) for lane in Lane}
+        every = [Seat(lane, number) for lane in Lane for number in range(self._width[lane])]
         cores = torch.get_num_threads()
         # copies by one thread each: they run beside the computation, which has all cores
         wide = {Lane.COMPUTE: cores, Lane.HOST: cores}
-        self._cores = {lane: (threads or wide).get(lane, 1) for lane in Lane}
+        self._cores = {lane: wide.get(lane, 1) for lane in Lane}
         self._watch = watch or Watch()
-        self._queues: dict[Lane, queue.SimpleQueue[_Job | None]] = {
-            lane: queue.SimpleQueue() for lane in Lane
+        self._queues: dict[Seat, queue.SimpleQueue[_Job | None]] = {
+            seat: queue.SimpleQueue() for seat in every
         }
         self._threads = {
-            lane: threading.Thread(
-                target=self._serve, args=(lane,), name=f"lane-{lane}", daemon=True
+            seat: threading.Thread(
+                target=self._serve, args=(seat,), name=f"lane-{seat}", daemon=True
             )
-            for lane in Lane
+            for seat in every
         }
         self._counted = threading.Semaphore(0)
         # narrow lanes first: torch counts OpenMP threads per thread, but MKL's for the process,
         # and the last to set them decides how many cores a matrix product has
-        for lane in sorted(Lane, key=self._cores.__getitem__):
-            self._threads[lane].start()
+        for seat in sorted(every, key=lambda seat: self._cores[seat.lane]):
+            self._threads[seat].start()
             self._counted.acquire()
 
     def run(self, ops: Sequence[Op], handle: Handler) -> None:
         """Run ``ops``; see :class:`Lanes`."""
-        places = {lane: Place(thread=self._threads[lane].ident or 0) for lane in Lane}
+        places = {seat: Place(thread=thread.ident or 0) for seat, thread in self._threads.items()}
         job = _Job(ops=ops, handle=handle, places=places, issued=bytearray(len(ops)))
         for lane_queue in self._queues.values():
             lane_queue.put(job)
@@ -181,22 +188,22 @@ class CpuLanes:
                 left = True
                 self._watch.leave(job.error)
 
-    def _glance(self, job: _Job, timeout_s: float) -> Mapping[Lane, Place]:
-        """Return the lanes that are not idle after ``timeout_s``; sooner if all are."""
+    def _glance(self, job: _Job, timeout_s: float) -> Mapping[Seat, Place]:
+        """Return the seats that are not idle after ``timeout_s``; sooner if all are."""
         with job.guard:
             job.idle.wait_for(lambda: not job.places, timeout_s)
-            for lane in [lane for lane in job.places if not self._threads[lane].is_alive()]:
+            for seat in [seat for seat in job.places if not self._threads[seat].is_alive()]:
                 # nobody else would say that it does not come back
-                job.fail(LaneError(f"the thread of lane {lane} has ended"))
-                job.leave(lane)
-            return {lane: replace(place) for lane, place in job.places.items()}
+                job.fail(LaneError(f"the thread of lane {seat} has ended"))
+                job.leave(seat)
+            return {seat: replace(place) for seat, place in job.places.items()}
 
     @staticmethod
-    def _tell(error: BaseException, places: Mapping[Lane, Place], dog: Watchdog) -> None:
-        for lane, place in places.items():
+    def _tell(error: BaseException, places: Mapping[Seat, Place], dog: Watchdog) -> None:
+        for seat, place in places.items():
             log.warning(
                 "the run has failed and ends once lane %s does: %s; %s: %s",
-                lane,
+                seat,
                 dog.doing(place),
                 type(error).__name__,
                 error,
@@ -204,41 +211,41 @@ class CpuLanes:
 
     # -- the threads ---------------------------------------------------------------------------
 
-    def _serve(self, lane: Lane) -> None:
+    def _serve(self, seat: Seat) -> None:
         try:
             # Both are per thread. But a thread's first use of torch's pool takes the number that
             # any thread set last: let that happen now, or all lanes end with that of the last.
             torch.get_num_threads()
-            torch.set_num_threads(self._cores[lane])
+            torch.set_num_threads(self._cores[seat.lane])
         finally:  # whatever happens, nobody waits for this thread to have started
             self._counted.release()
         with torch.no_grad():
-            while (job := self._queues[lane].get()) is not None:
+            while (job := self._queues[seat].get()) is not None:
                 try:
-                    self._run_lane(lane, job)
+                    self._run_ops(seat, job)
                 except Exception as error:  # noqa: BLE001  a thread's edge: handed to run()
                     job.fail(error)
                 except BaseException as error:  # noqa: BLE001  in a thread it ends nothing
-                    job.fail(_ended_by(error, lane, job))
+                    job.fail(_ended_by(error, seat, job))
                 finally:
-                    job.leave(lane)
+                    job.leave(seat)
 
-    def _run_lane(self, lane: Lane, job: _Job) -> None:
-        for op in job.ops:
-            if op.lane is lane:
-                if not job.wait_for(op):
-                    return
-                self._perform(op, job)
-                job.issue(op)
+    def _run_ops(self, seat: Seat, job: _Job) -> None:
+        of_lane = (op for op in job.ops if op.lane is seat.lane)
+        for op in itertools.islice(of_lane, seat.number, None, self._width[seat.lane]):
+            if not job.wait_for(op, seat):
+                return
+            self._perform(op, job)
+            job.issue(op)
 
     def _perform(self, op: Op, job: _Job) -> None:
         job.handle(op)
 
 
-def _ended_by(error: BaseException, lane: Lane, job: _Job) -> LaneError:
+def _ended_by(error: BaseException, seat: Seat, job: _Job) -> LaneError:
     """Return what ends the run when a lane was asked to end: it is no way to end a run well."""
-    op = job.places[lane].op
-    ended = LaneError(f"lane {lane} was ended in {op and op.kind} by {error!r}")
+    op = job.places[seat].op
+    ended = LaneError(f"lane {seat} was ended in {op and op.kind} by {error!r}")
     ended.__cause__ = error
     return ended
 
@@ -252,10 +259,16 @@ class CudaLanes(CpuLanes):
     live and die on the compute stream.
     """
 
-    def __init__(self, device: torch.device, *, watch: Watch | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        seats: Mapping[Lane, int] | None = None,
+        *,
+        watch: Watch | None = None,
+    ) -> None:
         self._device = device
         self._streams = {lane: _stream(device) for lane in DEVICE_LANES}
-        super().__init__(watch=watch)
+        super().__init__(seats, watch=watch)
 
     def _perform(self, op: Op, job: _Job) -> None:
         waits = [job.events[d] for d in op.deps if job.ops[d].lane in DEVICE_LANES]
@@ -295,6 +308,9 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def make_lanes(device: torch.device, watch: Watch | None = None) -> Lanes:
-    """Return the lanes for ``device``."""
-    return CudaLanes(device, watch=watch) if device.type == "cuda" else CpuLanes(watch=watch)
+def make_lanes(device: torch.device, watch: Watch | None = None, *, readers: int = 1) -> Lanes:
+    """Return the lanes for ``device``, of which io_read has ``readers`` seats."""
+    seats = {Lane.IO_READ: readers}
+    if device.type == "cuda":
+        return CudaLanes(device, seats, watch=watch)
+    return CpuLanes(seats, watch=watch)

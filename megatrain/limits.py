@@ -44,7 +44,10 @@ def measured(
     stored = round(share * (stored * (config.store.slots) + _scratch_nbytes(plan)))
     plan = replace(plan, footprint=_footprint(plan, config, Workspace(), stored))
     require_memory(plan, config, plan_of)  # before anything is taken to try the computation
-    found = workspace.measure(plan, schema, files, config, device, room=_room(plan))
+    if config.memory.workspace == "auto":
+        found = workspace.measure(plan, schema, files, config, device, room=_room(plan))
+    else:
+        found = Workspace(kept=config.memory.workspace)
     plan = replace(plan, footprint=_footprint(plan, config, found, stored))
     require_memory(plan, config, plan_of)
     if device.type == "cuda":

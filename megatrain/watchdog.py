@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from checkpoint.sizes import format_size
 from megatrain.ops import Lane, Op
@@ -35,9 +36,19 @@ class Watch:
     leave: Callable[[BaseException], None] = _nothing
 
 
+class Seat(NamedTuple):
+    """One thread of a lane."""
+
+    lane: Lane
+    number: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.lane} {self.number}" if self.number else str(self.lane)
+
+
 @dataclass(slots=True, kw_only=True)
 class Place:
-    """Where a lane is in its list: what it does or waits to do next, since when."""
+    """Where a seat is in its list: what it does or waits to do next, since when."""
 
     thread: int
     op: Op | None = None
@@ -56,34 +67,34 @@ class Watchdog:
     _next_s: dict[str, float] = field(default_factory=dict)
 
     def look(
-        self, places: Mapping[Lane, Place], waits: Mapping[Lane, frozenset[Lane]], now: float
+        self, places: Mapping[Seat, Place], waits: Mapping[Lane, frozenset[Lane]], now: float
     ) -> None:
         """Log what has not moved for too long; ``waits`` says which lanes each one waits for."""
-        for lane, place in places.items():
+        for seat, place in places.items():
             if place.op is None or place.waiting:
                 continue
             after_s = self._next_s.setdefault(place.op.kind, self.watch.stall_warning_s)
             if now - place.since >= after_s:
                 self._next_s[place.op.kind] = 2 * after_s
-                self._say(lane, places, waits, now)
+                self._say(seat, places, waits, now)
 
     def _say(
         self,
-        lane: Lane,
-        places: Mapping[Lane, Place],
+        seat: Seat,
+        places: Mapping[Seat, Place],
         waits: Mapping[Lane, frozenset[Lane]],
         now: float,
     ) -> None:
         behind = [
             f"{other} (for {_named(place.op)})"
             for other, place in places.items()
-            if place.op and lane in _reached(other, waits)
+            if place.op and seat.lane in _reached(other.lane, waits)
         ]
         log.warning(
             "lane %s has not moved for %.0f s: %s; waiting for it: %s",
-            lane,
-            now - places[lane].since,
-            self.doing(places[lane]),
+            seat,
+            now - places[seat].since,
+            self.doing(places[seat]),
             ", ".join(behind) or "no other lane",
         )
 

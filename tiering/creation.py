@@ -137,6 +137,7 @@ def _write_marker(store: Path, uuid: str, plan: Sequence[Drive]) -> None:
     folders = [str(drive.folder) for drive in plan]
     fsops.write_file(store / MARKER, encode_json({"uuid": uuid, "drives": folders}))
     fsops.fsync_dir(store)
+    fsops.fsync_dir(store.parent)  # or nothing leads to the marker, but the drives are there
 
 
 def _remains(store: Path) -> tuple[str, list[Path]] | None:
@@ -175,7 +176,9 @@ def _remove_drive(folder: Path) -> None:
     for path in sorted(folder.iterdir()):
         if path.name != "drive.json":  # the label goes last: it says that the rest may go
             fsops.remove_tree(path)
+    fsops.fsync_dir(folder)
     fsops.remove_tree(folder)
+    fsops.fsync_dir(folder.parent)
 
 
 def _abandon(store: Path, made: bool) -> None:

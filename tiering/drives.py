@@ -89,7 +89,7 @@ def find_drives(
     taken = {drive.number for drive in present}
     used: list[Drive] = []
     for folder in map(Path, map(os.path.abspath, folders)):
-        _require_folder(folder)
+        require_folder(folder)
         drive = _present_drive(folder, present)
         if drive is None:
             number = min(set(range(len(taken) + 1)) - taken)
@@ -107,7 +107,8 @@ def _is_same(one: Drive, other: Drive) -> bool:
     return named_alike and one.folder.parent.samefile(other.folder.parent)
 
 
-def _require_folder(folder: Path) -> None:
+def require_folder(folder: Path) -> None:
+    """Refuse what a drive cannot be made in: no folder, or one that this user may not write."""
     if not folder.is_dir():
         raise RefusedError(f"drive {folder}: no such folder; nothing is created there")
     if not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
@@ -145,12 +146,9 @@ def _new_drive(store: Path, uuid: str, parent: Path, number: int) -> Drive:
 
 
 def create_drive(store: Path, uuid: str, drive: Drive) -> None:
-    """Create the store's link to ``drive`` and its folder with its label.
-
-    The folder is durable, the link once ``STORE/drives`` is synced. The link comes first: by it
-    the folder is found again after a kill.
-    """
+    """Create the store's link to ``drive`` and its folder with its label, all of it durable."""
     fsops.symlink(drive.link, link_of(store, drive.number))
+    fsops.fsync_dir(store / "drives")  # first: by the link the folder is found after a crash
     fsops.make_dir(drive.folder)
     fsops.write_file(drive.label, expected_label(uuid, drive.number))
     fsops.fsync_dir(drive.folder)

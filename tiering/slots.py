@@ -81,10 +81,9 @@ def create_slot(
     drives: Sequence[Drive],
     places: Places,
 ) -> None:
-    """Create every file of ``slot``; it reads as zeros, and is durable after a sync of the drives.
+    """Create every file of ``slot`` but the last; it reads as zeros.
 
-    Shared records get their files with the first slot and links with every other. The group's
-    metadata comes last: a slot without it was not finished.
+    Shared records get their files with the first slot and links with every other.
     """
     folder = slot_folder(store, slot)
     by_number = {drive.number: drive for drive in drives}
@@ -98,7 +97,16 @@ def create_slot(
             name = file_name(slot, record, shard)
             _create_shard(by_number[number].folder / name, record, shard)
             fsops.symlink(link_target(number, name), array / "c" / str(shard))
-    fsops.create_file(folder / "zarr.json", documents["zarr.json"])
+
+
+def finish_slot(store: Path, slot: int, *, documents: Mapping[str, bytes]) -> None:
+    """Create the group's metadata of a slot whose other files are durable; so is all of it then.
+
+    A slot without it is not complete, whatever else of it is there.
+    """
+    folder = slot_folder(store, slot)
+    fsops.write_file(folder / "zarr.json", documents["zarr.json"])
+    fsops.fsync_dir(folder)
 
 
 def _create_shard(path: Path, record: Record, shard: int) -> None:
@@ -108,6 +116,11 @@ def _create_shard(path: Path, record: Record, shard: int) -> None:
 
 def delete_slot(store: Path, slot: int, *, drives: Sequence[Drive]) -> None:
     """Remove every file of ``slot``, finished or not; shared ones only if no other links to it."""
+    group = slot_folder(store, slot) / "zarr.json"
+    if group.exists():
+        # First and durably: what a power cut brings back of the rest must not pass for complete.
+        fsops.unlink(group)
+        fsops.fsync_dir(group.parent)
     for drive in drives:
         for path in sorted(drive.folder.glob(f"{slot}.*")):
             fsops.unlink(path)

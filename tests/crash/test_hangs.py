@@ -21,7 +21,7 @@ from checkpoint.schema import Layout
 from megatrain import planner
 from megatrain.lanes import CpuLanes, LaneError
 from megatrain.ops import ArenaName, Kind, Lane, Op, ScheduleError
-from megatrain.watchdog import Place, Watch, Watchdog
+from megatrain.watchdog import Place, Seat, Watch, Watchdog
 from tests.support.faults import Fault, build_shim
 from tests.support.held_runs import Driver
 from tests.support.runs import run_config, tiny_llama, token_rows, train
@@ -159,8 +159,8 @@ def test_what_would_end_a_thread_ends_the_run_as_a_failure(lane, error):
 @pytest.mark.parametrize("lane", LANES)
 def test_a_thread_that_is_gone_is_noticed(lane):
     with made(Watch(stall_warning_s=0.2)) as lanes:
-        lanes._queues[lane].put(None)
-        lanes._threads[lane].join()
+        lanes._queues[Seat(lane)].put(None)
+        lanes._threads[Seat(lane)].join()
         error = in_time(lambda: lanes.run(chain(), lambda o: None))
         assert str(error) == f"the thread of lane {lane} has ended"
 
@@ -246,7 +246,7 @@ def test_an_operation_that_does_not_end_is_named_with_who_waits_for_it(said):
 
 def test_warnings_come_each_after_twice_as_long(caplog):
     dog = Watchdog(Watch(stall_warning_s=10))
-    places = {Lane.HOST: Place(thread=0, op=op(0, Lane.HOST), since=100.0)}
+    places = {Seat(Lane.HOST): Place(thread=0, op=op(0, Lane.HOST), since=100.0)}
     for now in range(100, 200):
         dog.look(places, {}, float(now))
     assert [line.partition(":")[0].rpartition(" for ")[2] for line in caplog.messages] == [
@@ -258,7 +258,7 @@ def test_warnings_come_each_after_twice_as_long(caplog):
 
 
 def test_waiting_for_others_is_no_stall(caplog):
-    places = {Lane.HOST: Place(thread=0, op=op(0, Lane.HOST), waiting=True, since=0.0)}
+    places = {Seat(Lane.HOST): Place(thread=0, op=op(0, Lane.HOST), waiting=True, since=0.0)}
     Watchdog(Watch(stall_warning_s=10)).look(places, {}, 1e6)
     assert not caplog.messages
 

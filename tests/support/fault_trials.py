@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -81,9 +81,7 @@ def _failing(op: str, code: int, *, lasting: bool = False, stride: int = 1) -> F
 
 
 def _passing(op: str, how: str, code: int = 0, delay_ms: int = 0) -> FaultKind:
-    return FaultKind(
-        name=f"{op} {how}", op=op, errno=code, everywhere=True, delay_ms=delay_ms
-    )
+    return FaultKind(name=f"{op} {how}", op=op, errno=code, everywhere=True, delay_ms=delay_ms)
 
 
 KINDS: Sequence[FaultKind] = (
@@ -135,7 +133,9 @@ class Trial:
     call: str = ""
 
     def __str__(self) -> str:
-        return f"{self.program}, {self.kind} at {self.number} ({self.call}): {self.verdict} {self.why}"
+        return (
+            f"{self.program}, {self.kind} at {self.number} ({self.call}): {self.verdict} {self.why}"
+        )
 
 
 def count_calls(program: Program, children: Children) -> Mapping[str, int]:

@@ -10,8 +10,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -240,16 +241,24 @@ def _serve(suite: FaultConformance) -> None:
     shim = ctypes.CDLL(None)
     for line in sys.stdin:
         request = json.loads(line)
-        shim.iofault_set(request.pop("faults").encode())
-        print(json.dumps(_transfer(suite, **request)), flush=True)
+        arm = partial(shim.iofault_set, request.pop("faults").encode())
+        print(json.dumps(_transfer(suite, arm, **request)), flush=True)
+        shim.iofault_set(b"")
 
 
 def _transfer(
-    suite: FaultConformance, *, path: str, op: str, offset: int, nbytes: int
+    suite: FaultConformance,
+    arm: Callable[[], object],
+    *,
+    path: str,
+    op: str,
+    offset: int,
+    nbytes: int,
 ) -> dict[str, Any]:
     data = aligned_buffer(nbytes, seed=1)
     buffer = data if op == "write" else aligned_buffer(nbytes)
     backend = suite.make_backend(Path(path).parent)
+    arm()
     submit = backend.write if op == "write" else backend.read
     try:
         moved = wait_for(submit(Path(path), offset, buffer))
