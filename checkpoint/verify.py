@@ -7,7 +7,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from checkpoint.checked import MAX_CHUNK_NBYTES
+from checkpoint.checked import MAX_CHUNK_NBYTES, agree
 from checkpoint.schema import SCHEMA_FILE, Schema, Tensor
 from checkpoint.windows import aligned
 from tiering.checksum import crc32c
@@ -194,7 +194,7 @@ class _Work:
                 what = f"record {name} is in the schema but not in the store"
             elif name not in wanted:
                 what = f"record {name} is in the store but not in the schema"
-            elif name in reader.records and not _agree(wanted[name], reader.records[name]):
+            elif name in reader.records and not agree(wanted[name], reader.records[name]):
                 what = f"record {name} is not what the schema says"
             else:
                 continue
@@ -274,9 +274,3 @@ class _Work:
                     unit=unit,
                     role=role,
                 )
-
-
-def _agree(wanted: Record, found: Record) -> bool:
-    """Whether a record holds what the schema says, however its shards are cut and encoded."""
-    same = replace(found, codec=wanted.codec, shard_nbytes=wanted.shard_nbytes) == wanted
-    return same and wanted.attributes == found.attributes

@@ -9,6 +9,7 @@ import click
 from megatrain import names
 
 try:
+    from checkpoint import interrupts
     from checkpoint.cli import FOLDER, cli
 except ImportError as error:
     raise names.refuse(error) from error
@@ -41,4 +42,5 @@ def resume(place: Path, sets: tuple[str, ...], allow_changes: bool, generation: 
 
 def main() -> None:
     """Run the command line."""
+    interrupts.install()
     cli()

@@ -38,13 +38,16 @@ def measured(
     Raises:
         CapacityError: The run does not fit this machine's memory, its lock limit or its GPU.
     """
-    drives = config.store.drives or (_nearest(config.out),)
+    drives = [_nearest(folder) for folder in config.store.drives or (config.out,)]
     share = sum(map(in_memory, drives)) / len(drives)
     stored = sum(record.padded_nbytes for record in plan.records.values())
     stored = round(share * (stored * (config.store.slots) + _scratch_nbytes(plan)))
     plan = replace(plan, footprint=_footprint(plan, config, Workspace(), stored))
     require_memory(plan, config, plan_of)  # before anything is taken to try the computation
-    found = workspace.measure(plan, schema, files, config, device, room=_room(plan))
+    if config.memory.workspace == "auto":
+        found = workspace.measure(plan, schema, files, config, device, room=_room(plan))
+    else:
+        found = Workspace(kept=config.memory.workspace)
     plan = replace(plan, footprint=_footprint(plan, config, found, stored))
     require_memory(plan, config, plan_of)
     if device.type == "cuda":

@@ -65,13 +65,19 @@ class MetricsLog:
     def _rows(self) -> Iterator[Row]:
         if not self.path.exists():
             return
-        with self.path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                row = _parse(line)
-                if row is None:
-                    log.warning("%s:%d: left out a torn line", self.path, number)
-                else:
-                    yield row
+        for number, line in enumerate(self._lines(), start=1):
+            row = _parse(line)
+            if row is None:
+                log.warning("%s:%d: left out a torn line", self.path, number)
+            else:
+                yield row
+
+    def _lines(self) -> Iterator[bytes]:
+        try:
+            with self.path.open("rb") as file:
+                yield from file
+        except OSError as error:
+            raise StorageError("read", self.path, errno=error.errno or 0) from error
 
 
 def _parse(line: bytes) -> Row | None:

@@ -22,6 +22,7 @@ from megatrain.inputs import Inputs, open_inputs
 from megatrain.metrics import MetricsLog
 from megatrain.planner import Plan
 from megatrain.stores import METRICS_FILE, RUN_FILE, is_store
+from megatrain.teardown import Teardown
 from megatrain.train_state import TrainState
 from megatrain.trainer import Observer, Stop, Trainer
 from tiering.backends import choice
@@ -66,7 +67,7 @@ def train(config: RunConfig, observer: RunObserver, stop: Stop) -> Outcome:
     stores.require_usable_out(config.out)
     choice.require(config.store.io)
     run_id = uuid.uuid4().hex
-    with ExitStack() as stack:
+    with Teardown() as stack:
         if not is_store(stores.store_path(config)):
             _require_no_metrics(config)
         inputs = stores.convert_model(config, observer, stop)
@@ -107,7 +108,7 @@ def resume(
     """
     found, skipped = stores.find(place), set[int]()
     while True:
-        with ExitStack() as stack:
+        with Teardown() as stack:
             store = stack.enter_context(_opened(found.store, place, generation, skipped))
             slot = store.manifest.slot
             try:
@@ -318,6 +319,7 @@ def _steps(
         device=engines.pick_device(train.device),
         counts=dict(state.counts),
         commit=trainer.commit,
+        leave=stop.leave,
     ) as engine:
         trainer.run(engine)
         trainer.detach()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -34,10 +34,15 @@ class Observer(Protocol):
 
 
 class Stop:
-    """Asks a run to end after its next commit; safe to set from a signal handler."""
+    """Asks a run to end after its next commit; safe to set from a signal handler.
+
+    ``leave`` is what to do when a run has failed and cannot end, because a lane is stuck; as it
+    is, the run waits for the lane.
+    """
 
     def __init__(self) -> None:
         self.requested = False
+        self.leave: Callable[[BaseException], None] = lambda error: None
 
     def request(self) -> None:
         """End the run after the step in progress, committed."""

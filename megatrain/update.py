@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,6 +16,7 @@ from megatrain.shape import MOMENTS, PIECE
 from megatrain.stage import TORCH_DTYPES, Stage, StepState, held
 from tiering.checksum import ChunkCrc
 from tiering.errors import MegatrainError
+from tiering.recordio import Transfer
 
 Rule = Callable[[str, int], AdamStep]
 
@@ -62,12 +63,8 @@ class Update:
 
     def read_state(self, op: Op, state: StepState) -> None:
         """Read a span of the optimizer's records."""
-        shape, slab = self.stage.shape, held(op.target)
-        for role in shape.updated_roles:
-            name = f"{op.unit}.{role}"
-            if self.stage.pool.resident(name) is None:
-                itemsize = shape.itemsize(role)
-                self.stage.pool.read(name, op.start * itemsize, self._bytes(slab, role, op))
+        roles = self.stage.shape.updated_roles
+        self.stage.pool.read_all(self._transfers(held(op.target), roles, op))
 
     def read_grads(self, op: Op, state: StepState) -> None:
         """Read back the gradient of a span."""
@@ -81,12 +78,16 @@ class Update:
         """Write the new records of a span to the working slot."""
         if state.skip:
             return
-        shape, slab = self.stage.shape, held(op.source)
-        for role in shape.roles:
-            name = f"{op.unit}.{role}"
-            if self.stage.pool.resident(name) is None:
-                itemsize = shape.itemsize(role)
-                self.stage.pool.write(name, op.start * itemsize, self._bytes(slab, role, op))
+        roles = self.stage.shape.roles
+        self.stage.pool.write_all(self._transfers(held(op.source), roles, op))
+
+    def _transfers(self, slab: Take, roles: Sequence[str], op: Op) -> list[Transfer]:
+        """Return what of a slab belongs to records on drives: each on another one, if there are."""
+        return [
+            Transfer(name, op.start * self.stage.shape.itemsize(role), self._bytes(slab, role, op))
+            for role in roles
+            if self.stage.pool.resident(name := f"{op.unit}.{role}") is None
+        ]
 
     def flush(self, op: Op, state: StepState) -> None:
         """Write a record that only RAM holds to the working slot."""

@@ -62,12 +62,13 @@ def create_store(
         fsops.make_dir(store)
     with _locked(store, made) as store_lock:
         _clear_remains(store)
+        writer = None
         try:
             plan = with_shares(plan, slots_nbytes(records, max(2, slots)), measure=measure)
             with _created(store, uuid, plan, records, schema_files, slots, store_lock) as writer:
                 yield writer
         finally:
-            if not (store / ROOT).exists():
+            if writer is None or writer.committed is None:
                 _abandon(store, made)
 
 
@@ -136,6 +137,7 @@ def _write_marker(store: Path, uuid: str, plan: Sequence[Drive]) -> None:
     folders = [str(drive.folder) for drive in plan]
     fsops.write_file(store / MARKER, encode_json({"uuid": uuid, "drives": folders}))
     fsops.fsync_dir(store)
+    fsops.fsync_dir(store.parent)  # or nothing leads to the marker, but the drives are there
 
 
 def _remains(store: Path) -> tuple[str, list[Path]] | None:
@@ -174,12 +176,17 @@ def _remove_drive(folder: Path) -> None:
     for path in sorted(folder.iterdir()):
         if path.name != "drive.json":  # the label goes last: it says that the rest may go
             fsops.remove_tree(path)
+    fsops.fsync_dir(folder)
     fsops.remove_tree(folder)
+    fsops.fsync_dir(folder.parent)
 
 
 def _abandon(store: Path, made: bool) -> None:
-    """Remove everything of a creation that ended without a commit."""
+    """Remove everything of a creation that ended without a commit, or with one in doubt."""
     _log.info("%s: not committed, removed", store)
+    if (store / ROOT).exists():
+        fsops.unlink(store / ROOT)
+        fsops.fsync_dir(store)  # or a power cut leaves a root that names what is gone
     remains = _remains(store)
     if remains is not None:
         _dismantle(store, *remains)

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from tiering.errors import CorruptionError
+
+MOST = (1 << 63) - 1  # of integers: more has no meaning anywhere
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 120
+_SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = 12
+
+
+def shown(value: object) -> str:
+    """Return a value for a message: escaped, and cut where it is long or deep."""
+    return _SHORT.repr(value)
 
 
 def parse_object(data: bytes, source: Path) -> dict[str, Any]:
@@ -22,7 +33,7 @@ def parse_object(data: bytes, source: Path) -> dict[str, Any]:
 
 
 def parse(data: bytes, source: Path) -> Any:
-    """Return what ``data``, the content of ``source``, spells."""
+    """Return what ``data``, the content of ``source``, spells: strict JSON in UTF-8."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         document = dict(pairs)
@@ -30,8 +41,11 @@ def parse(data: bytes, source: Path) -> Any:
             raise CorruptionError(f"{source}: a key appears twice in one object", file=source)
         return document
 
+    def refuse(constant: str) -> Any:
+        raise ValueError(f"{constant} is no number")
+
     try:
-        return json.loads(data, object_pairs_hook=unique)
+        return json.loads(data.decode(), object_pairs_hook=unique, parse_constant=refuse)
     except (ValueError, RecursionError) as error:
         raise CorruptionError(f"{source}: no valid JSON ({error})", file=source) from error
 
@@ -44,7 +58,7 @@ class Fields:
         self._where = where
         if not isinstance(document, dict):
             raise CorruptionError(
-                f"{source}: {where or 'document'}: found {type(document).__name__}, "
+                f"{source}: {plain(where) or 'document'}: found {type(document).__name__}, "
                 "expected an object",
                 file=source,
             )
@@ -53,8 +67,10 @@ class Fields:
     def error(self, key: str, found: object, expected: object) -> CorruptionError:
         """Return what says that a key holds something else than it must."""
         name = f"{self._where}.{key}" if self._where else key
+        wanted = expected if isinstance(expected, str) else shown(expected)
         return CorruptionError(
-            f"{self.source}: {name}: found {found!r}, expected {expected}", file=self.source
+            f"{self.source}: {plain(name)}: found {shown(found)}, expected {wanted}",
+            file=self.source,
         )
 
     def value(self, key: str) -> Any:
@@ -63,11 +79,13 @@ class Fields:
             raise self.error(key, "nothing", "a value")
         return self._left.pop(key)
 
-    def integer(self, key: str, minimum: int) -> int:
-        """Return an integer of at least ``minimum``."""
+    def integer(self, key: str, minimum: int, most: int = MOST) -> int:
+        """Return an integer from ``minimum`` to ``most``."""
         value = self.value(key)
         if not _is_integer(value) or value < minimum:
             raise self.error(key, value, f"an integer of at least {minimum}")
+        if value > most:
+            raise self.error(key, value, f"an integer of at most {most}")
         return int(value)
 
     def optional_integer(self, key: str, minimum: int) -> int | None:
@@ -98,12 +116,27 @@ class Fields:
             raise self.error(key, value, "true or false")
         return value
 
+    def text(self, key: str) -> str:
+        """Return any text."""
+        value = self.value(key)
+        if not isinstance(value, str):
+            raise self.error(key, value, "text")
+        return value
+
     def pattern(self, key: str, pattern: re.Pattern[str]) -> str:
         """Return a text that ``pattern`` matches."""
         value = self.value(key)
         if not isinstance(value, str) or not pattern.fullmatch(value):
             raise self.error(key, value, f"text that matches {pattern.pattern}")
         return value
+
+    def patterns(self, key: str, pattern: re.Pattern[str]) -> dict[str, str]:
+        """Return an object of texts that ``pattern`` matches."""
+        found = self.mapping(key)
+        for name, value in found.items():
+            if not isinstance(value, str) or not pattern.fullmatch(value):
+                raise self.error(f"{key}.{name}", value, f"text that matches {pattern.pattern}")
+        return found
 
     def member(self, key: str, allowed: Mapping[str, Any]) -> str:
         """Return one of the keys of ``allowed``."""
@@ -125,6 +158,14 @@ class Fields:
         if not isinstance(value, dict):
             raise self.error(key, value, "an object")
         return value
+
+    def counts(self, key: str) -> dict[str, int]:
+        """Return an object of integers that are not negative."""
+        found = self.mapping(key)
+        for name, value in found.items():
+            if not _is_integer(value) or not 0 <= value <= MOST:
+                raise self.error(f"{key}.{name}", value, "an integer of at least 0")
+        return found
 
     def items(self, key: str) -> Iterator[Fields]:
         """Yield the objects of a list."""
@@ -149,6 +190,11 @@ class Fields:
         """Refuse keys that nobody asked for."""
         if self._left:
             raise self.error(next(iter(self._left)), "a key", "no such key")
+
+
+def plain(name: str) -> str:
+    """Return text that came from a file for a message: as it is, if that is short and printable."""
+    return name if name.isprintable() and len(name) <= 400 else shown(name)
 
 
 def _is_integer(value: object) -> bool:

@@ -10,9 +10,10 @@ import ctypes
 import errno
 import os
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 
 from tiering.errors import StorageError
@@ -20,9 +21,33 @@ from tiering.errors import StorageError
 UNFINISHED = ".unfinished"  # ends the name of a file that is still being written
 
 Buffer = memoryview | bytes | bytearray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """A step with what is needed to take it again elsewhere; most need the path alone.
+
+    Attributes:
+        path: The file, folder or link that it acts on; the new name of a rename.
+        offset: Where ``data`` is written.
+        nbytes: The length that a file gets, or how much of it is reserved.
+        source: The old name of a rename, or what a link says.
+    """
+
+    action: str
+    path: Path
+    offset: int = 0
+    data: bytes = b""
+    nbytes: int = 0
+    source: str = ""
+
+
 Observer = Callable[[str, Path], None]
+Ended = Callable[[], None]
+Recorder = Callable[[Operation], Ended]
 
 _observer: ContextVar[Observer | None] = ContextVar("fsops_observer", default=None)
+_recorder: ContextVar[Recorder | None] = ContextVar("fsops_recorder", default=None)
 
 
 @contextmanager
@@ -39,14 +64,65 @@ def observed(observer: Observer) -> Iterator[None]:
 
 
 @contextmanager
-def _step(action: str, path: Path) -> Iterator[None]:
+def recorded(recorder: Recorder) -> Iterator[None]:
+    """Call ``recorder(operation)`` as every step in this context begins.
+
+    What it returns is called when the step has succeeded. Unlike an observer it also gets the
+    data that backends write for this context, from threads of theirs.
+    """
+    token = _recorder.set(recorder)
     try:
-        observer = _observer.get()
+        yield
+    finally:
+        _recorder.reset(token)
+
+
+@contextmanager
+def _step(
+    action: str,
+    path: Path,
+    *,
+    offset: int = 0,
+    data: Iterable[Buffer] = (),
+    nbytes: int = 0,
+    source: str = "",
+) -> Iterator[None]:
+    try:
+        observer, recorder = _observer.get(), _recorder.get()
         if observer is not None:
             observer(action, path)
+        if recorder is None:
+            yield
+            return
+        ended = recorder(
+            Operation(
+                action=action,
+                path=path,
+                offset=offset,
+                data=b"".join(data),
+                nbytes=nbytes,
+                source=source,
+            )
+        )
         yield
+        ended()
     except OSError as error:
         raise StorageError(action, path, errno=error.errno or 0) from error
+
+
+def begin_write(file: Path | int, offset: int, data: memoryview) -> Ended:
+    """Record a write that a backend is about to make; call what is returned when it is made.
+
+    A descriptor without a path is of a file that has no name: nothing of it outlives a crash.
+    """
+    recorder = _recorder.get()
+    if recorder is None or isinstance(file, int):
+        return _nothing
+    return recorder(Operation(action="write", path=file, offset=offset, data=bytes(data)))
+
+
+def _nothing() -> None:
+    pass
 
 
 @contextmanager
@@ -90,10 +166,42 @@ def create_sparse(path: Path, nbytes: int, tail: bytes) -> None:
 
 def _write_all(fd: int, path: Path, data: bytes, offset: int = 0) -> None:
     view = memoryview(data)
-    with _step("write", path):
-        while view:
-            moved = os.pwrite(fd, view, offset)
-            view, offset = view[moved:], offset + moved
+    with (
+        _step("write", path, offset=offset, data=[view]),
+        _span("write", path, offset, len(view)) as span,
+    ):
+        while span.moved < len(view):
+            span.add(os.pwrite(fd, view[span.moved :], offset + span.moved))
+
+
+@dataclass(slots=True)
+class _Span:
+    """How many bytes of a step were moved."""
+
+    moved: int = 0
+
+    def add(self, moved: int) -> None:
+        """Count bytes; a call that moves none and does not fail would be made for ever."""
+        if moved <= 0:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        self.moved += moved
+
+
+@contextmanager
+def _span(action: str, path: Path, offset: int, wanted: int) -> Iterator[_Span]:
+    """Lend what counts the bytes of a step, so that its error tells how far it came."""
+    span = _Span()
+    try:
+        yield span
+    except OSError as error:
+        raise StorageError(
+            action,
+            path,
+            errno=error.errno or 0,
+            offset=offset + span.moved,
+            wanted=wanted,
+            moved=span.moved,
+        ) from error
 
 
 class Replacement:
@@ -116,11 +224,15 @@ class Replacement:
     def append(self, *parts: Buffer) -> None:
         """Write ``parts`` one after another behind what was appended before."""
         views = [memoryview(part).cast("B") for part in parts]
-        with _step("write", self._temporary):
-            while views:
+        wanted = sum(map(len, views))
+        start, path = self._nbytes, self._temporary
+        with (
+            _step("write", path, offset=start, data=views),
+            _span("write", path, start, wanted) as span,
+        ):
+            while span.moved < wanted:
                 moved = os.pwritev(self._fd, views, self._nbytes)
-                if moved == 0 and any(views):
-                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+                span.add(moved)
                 self._nbytes += moved
                 while views and moved >= len(views[0]):
                     moved -= len(views.pop(0))
@@ -161,13 +273,13 @@ def open_file(path: Path, flags: int) -> int:
 
 def replace(source: Path, target: Path) -> None:
     """Rename ``source`` over ``target`` in one step, durable once the folder is synced."""
-    with _step("rename", target):
+    with _step("rename", target, source=str(source)):
         os.replace(source, target)
 
 
 def symlink(target: str, path: Path) -> None:
     """Create the link ``path`` to ``target``, durable once its folder is synced."""
-    with _step("link", path):
+    with _step("link", path, source=target):
         os.symlink(target, path)
 
 
@@ -234,16 +346,20 @@ def reserve(path: Path, nbytes: int) -> None:
     with _descriptor(path, os.O_RDWR) as fd:
         before = os.fstat(fd).st_size
         try:
-            with _step("reserve", path):
+            with (
+                _step("reserve", path, nbytes=nbytes),
+                _span("reserve", path, 0, nbytes),
+            ):
                 os.posix_fallocate(fd, 0, nbytes)
         except StorageError:
-            os.ftruncate(fd, before)
+            with _step("truncate", path, nbytes=before):
+                os.ftruncate(fd, before)
             raise
 
 
 def truncate(path: Path, nbytes: int) -> None:
     """Set the length of ``path``."""
-    with _step("truncate", path):
+    with _step("truncate", path, nbytes=nbytes):
         os.truncate(path, nbytes)
 
 

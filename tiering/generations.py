@@ -9,8 +9,9 @@ from pathlib import Path
 
 from tiering import fsops, lock
 from tiering.checksum import Table
-from tiering.errors import CorruptionError, LockedError, RefusedError, StorageError
+from tiering.errors import CorruptionError, LockedError, RefusedError
 from tiering.manifest import Generation, Manifest, NoStoreError, Root, decode_table, digest
+from tiering.small_files import DOCUMENT_MOST, read_small, require_own_folders
 
 ROOT = "zarr.json"
 MARKER = "CREATING"  # stands where a store is being made until its first commit
@@ -27,21 +28,21 @@ def read_root(store: Path) -> Root:
         what = "is no folder" if store.exists() else "does not exist"
         raise RefusedError(f"{store}: no store: the path {what}")
     try:
-        data = path.read_bytes()
+        data = read_small(path)
     except FileNotFoundError as error:
         if (store / MARKER).exists():
             raise RefusedError(
                 f"{store}: no store: its creation did not reach the first commit; create it again"
             ) from error
         raise RefusedError(f"{store}: no store: it has no {ROOT}") from error
-    except OSError as error:
-        raise StorageError("read", path, errno=error.errno or 0) from error
     try:
-        return Root.decode(data, path)
+        root = Root.decode(data, path)
     except NoStoreError as error:
         if (store / "manifests").is_dir():
             raise CorruptionError(f"{error}, though there are manifests", file=path) from error
         raise
+    require_own_folders(store, ("manifests", "schema", "slots", "drives"))
+    return root
 
 
 def manifest_path(store: Path, number: int) -> Path:
@@ -80,18 +81,17 @@ def read_manifest(store: Path, root: Root, generation: Generation) -> tuple[Mani
             file=path,
         )
     table_path = folder / "checksums.bin"
-    return manifest, decode_table(_read_committed(table_path, generation), manifest, table_path)
+    table = _read_committed(table_path, generation, manifest.table_nbytes)
+    return manifest, decode_table(table, manifest, table_path)
 
 
-def _read_committed(path: Path, generation: Generation) -> bytes:
+def _read_committed(path: Path, generation: Generation, most: int = DOCUMENT_MOST) -> bytes:
     try:
-        return path.read_bytes()
+        return read_small(path, most)
     except FileNotFoundError as error:
         raise CorruptionError(
             f"{path}: missing, though the root lists generation {generation.number}", file=path
         ) from error
-    except OSError as error:
-        raise StorageError("read", path, errno=error.errno or 0) from error
 
 
 def publish(store: Path, root: Root, manifest: bytes, table: bytes) -> None:
@@ -132,7 +132,7 @@ def reap(store: Path, listed: Collection[int]) -> dict[Path, int]:
 
 def _slot_being_read(path: Path) -> int:
     try:
-        return Manifest.decode(path.read_bytes(), path).slot
+        return Manifest.decode(read_small(path), path).slot
     except CorruptionError as error:
         pids = ", ".join(map(str, lock.holders_of(path))) or "unknown"
         raise LockedError(f"{error}; it is being read by pid {pids}: end that first") from error
@@ -186,7 +186,9 @@ def going_back(store: Path, root: Root, generation: Generation) -> Iterator[None
 
 def _remove_unread(path: Path) -> bool:
     """Remove a manifest with its folder; False while a reader holds it."""
-    if not path.exists():  # a commit that did not get as far
+    # A folder that is a link is nobody's manifest, and what it leads to is not ours. Without a
+    # manifest it is a commit that did not get as far.
+    if path.parent.is_symlink() or not path.exists():
         fsops.remove_tree(path.parent)
         return True
     fd = lock.claim(path)

@@ -8,16 +8,20 @@ import errno
 import fcntl
 import os
 import socket
+import stat
 import sys
 import time
 from pathlib import Path
 
 from tiering import fsops
-from tiering.errors import LockedError, StorageError
+from tiering.errors import CorruptionError, LockedError, MegatrainError, StorageError
+from tiering.small_files import LABEL_MOST, kind_of, read_small
 
 _TRIES = 5
 _PAUSE_S = 0.01
 _HOLD_TRIES = 500
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO in the file's place must not keep us
+_TEXT_MOST = 500
 
 
 class StoreLock:
@@ -31,7 +35,7 @@ class StoreLock:
 
     def __init__(self, path: Path, run_id: str = "") -> None:
         self.path = path
-        self._fd = fsops.open_file(path, os.O_RDWR | os.O_CREAT)
+        self._fd = _open_lock(path)
         try:
             # More than once: ``lock_holder`` takes a shared lock for a moment to see who is there.
             if not _acquire(self._fd, path, fcntl.LOCK_EX, _TRIES):
@@ -54,6 +58,22 @@ class StoreLock:
         self.close()
 
 
+def _open_lock(path: Path) -> int:
+    """Return a descriptor of the lock file, which is made if need be.
+
+    Its text is written over: where it is a link, that would be somebody's file.
+    """
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        mode = stat.S_IFREG
+    except OSError as error:
+        raise StorageError("look at", path, errno=error.errno or 0) from error
+    if not stat.S_ISREG(mode):
+        raise CorruptionError(f"{path}: is {kind_of(mode)}, expected a file", file=path)
+    return fsops.open_file(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+
 def _acquire(fd: int, path: Path, kind: int, tries: int) -> bool:
     for _ in range(tries):
         if _flock(fd, kind, path):
@@ -72,16 +92,17 @@ def _holder(run_id: str) -> str:
 def holder_text(path: Path) -> str:
     """Return what the last holder of a lock file wrote into it."""
     try:
-        return path.read_text(errors="replace").strip() or "an unnamed process"
-    except OSError:
+        text = read_small(path, LABEL_MOST).decode(errors="replace").strip()
+        return text[:_TEXT_MOST] or "an unnamed process"
+    except (OSError, MegatrainError):
         return "an unknown process"
 
 
 def lock_holder(path: Path) -> str | None:
     """Return who holds the lock file ``path`` now, or None."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
+        fd = os.open(path, _READ)
+    except (FileNotFoundError, NotADirectoryError):
         return None
     try:
         return None if _flock(fd, fcntl.LOCK_SH, path) else holder_text(path)
@@ -98,8 +119,8 @@ def hold(path: Path) -> int | None:
         LockedError: A writer has kept it to itself for longer than removing the file takes.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
+        fd = os.open(path, _READ)
+    except (FileNotFoundError, NotADirectoryError):
         return None
     try:
         if _acquire(fd, path, fcntl.LOCK_SH, _HOLD_TRIES):
@@ -116,7 +137,7 @@ def hold(path: Path) -> int | None:
 
 def claim(path: Path) -> int | None:
     """Return a descriptor that owns ``path`` alone, or None while somebody holds it."""
-    fd = fsops.open_file(path, os.O_RDONLY)
+    fd = fsops.open_file(path, _READ)
     if _flock(fd, fcntl.LOCK_EX, path):
         return fd
     os.close(fd)
@@ -126,8 +147,8 @@ def claim(path: Path) -> int | None:
 def is_held(path: Path) -> bool:
     """Return whether somebody holds ``path``; nobody can if it is gone."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
+        fd = os.open(path, _READ)
+    except (FileNotFoundError, NotADirectoryError):
         return False
     try:
         return not _flock(fd, fcntl.LOCK_EX, path)

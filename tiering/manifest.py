@@ -17,13 +17,15 @@ from tiering.checksum import Table
 from tiering.codecs import Codec, encoded_bounds, shard_spec
 from tiering.errors import CorruptionError, RefusedError
 from tiering.fields import Fields, parse
-from tiering.records import ITEMSIZE, NAME, Record
+from tiering.records import ITEMSIZE, NAME, NBYTES_MOST, SHARD_NBYTES_MOST, Record
 
 FORMAT = 1
 ATTRIBUTE = "megatrain"
-_DIGEST = re.compile(r"[0-9a-f]{64}")
+DIGEST = re.compile(r"[0-9a-f]{64}")
 _CODECS = {str(codec): codec for codec in Codec}
 _UUID = re.compile(r"[0-9a-f]{32}")
+_NUMBER_MOST = (1 << 31) - 1  # of slots and drives
+_CHUNKS_MOST = 1 << 26  # of a generation: what is read whole has its limit, and so have checksums
 
 
 class NoStoreError(RefusedError):
@@ -124,7 +126,7 @@ class Root:
         root = cls(
             uuid=fields.pattern("uuid", _UUID),
             drives=_drives(fields),
-            schema=fields.pattern("schema", _DIGEST),
+            schema=fields.pattern("schema", DIGEST),
             generations=tuple(_generation(g) for g in fields.items("generations")),
         )
         _check_pointer(fields, root)
@@ -150,7 +152,7 @@ def _drives(fields: Fields) -> dict[int, float]:
 
 
 def _drive(fields: Fields) -> tuple[int, float]:
-    drive = fields.integer("drive", 0), fields.fraction("share")
+    drive = fields.integer("drive", 0, _NUMBER_MOST), fields.fraction("share")
     fields.finish()
     return drive
 
@@ -159,12 +161,18 @@ def _generation(fields: Fields) -> Generation:
     generation = Generation(
         number=fields.integer("generation", 1),
         parent=fields.optional_integer("parent", 1),
-        slot=fields.integer("slot", 0),
+        slot=fields.integer("slot", 0, _NUMBER_MOST),
         step=fields.integer("step", 0),
-        digest=fields.pattern("sha256", _DIGEST),
+        digest=fields.pattern("sha256", DIGEST),
     )
+    _check_parent(fields, generation.number, generation.parent)
     fields.finish()
     return generation
+
+
+def _check_parent(fields: Fields, number: int, parent: int | None) -> None:
+    if parent is not None and parent >= number:
+        raise fields.error("parent", parent, f"a number below {number}")
 
 
 def _check_pointer(fields: Fields, root: Root) -> None:
@@ -227,6 +235,11 @@ class Manifest:
     table_digest: str
     train_state: Mapping[str, Any]
 
+    @property
+    def table_nbytes(self) -> int:
+        """The length of ``checksums.bin``."""
+        return 4 * sum(entry.count for entry in self.records.values())
+
     def encode(self) -> bytes:
         """Return the bytes of ``manifest.json``."""
         document = {
@@ -264,13 +277,14 @@ class Manifest:
             uuid=fields.pattern("uuid", _UUID),
             generation=fields.integer("generation", 1),
             parent=fields.optional_integer("parent", 1),
-            slot=fields.integer("slot", 0),
+            slot=fields.integer("slot", 0, _NUMBER_MOST),
             step=fields.integer("step", 0),
             records={name: _entry(e) for name, e in fields.named("records")},
-            metadata={k: str(v) for k, v in fields.mapping("metadata").items()},
-            table_digest=fields.pattern("table", _DIGEST),
+            metadata=fields.patterns("metadata", DIGEST),
+            table_digest=fields.pattern("table", DIGEST),
             train_state=fields.mapping("train_state"),
         )
+        _check_parent(fields, manifest.generation, manifest.parent)
         fields.finish()
         _check_entries(manifest, fields)
         return manifest
@@ -282,11 +296,13 @@ def _entry(fields: Fields) -> Entry:
         length=fields.integer("length", 1),
         shared=fields.boolean("shared"),
         codec=fields.optional_member("codec", _CODECS),
-        shard_nbytes=fields.integer("shard_nbytes", 1),
+        shard_nbytes=fields.integer("shard_nbytes", 1, SHARD_NBYTES_MOST),
         first=fields.integer("first", 0),
         count=fields.integer("count", 1),
         files=fields.integers("files"),
     )
+    if entry.length * ITEMSIZE[entry.dtype] > NBYTES_MOST:
+        raise fields.error("length", entry.length, f"at most {NBYTES_MOST} B of elements")
     fields.finish()
     return entry
 
@@ -305,22 +321,25 @@ def _check_entries(manifest: Manifest, fields: Fields) -> None:
         record = entry.record(name)
         if entry.count != record.geometry.chunk_count:
             raise fields.error(f"records.{name}.count", entry.count, record.geometry.chunk_count)
-        _check_files(name, entry, record, fields)
         first += entry.count
+        if first > _CHUNKS_MOST:
+            raise fields.error(f"records.{name}.count", first, f"{_CHUNKS_MOST} chunks at most")
+        _check_files(name, entry, record, fields)
 
 
 def _check_files(name: str, entry: Entry, record: Record, fields: Fields) -> None:
+    count = record.geometry.shard_count
+    if len(entry.files) != count:
+        raise fields.error(f"records.{name}.files", entry.files, f"{count} lengths")
     expected = file_lengths(record)
     if expected is not None:
         if entry.files != expected:
             raise fields.error(f"records.{name}.files", entry.files, expected)
         return
-    specs = [shard_spec(record, shard) for shard in range(record.geometry.shard_count)]
-    bounds = [encoded_bounds(spec) for spec in specs]
-    if len(entry.files) != len(bounds) or not all(
-        low <= nbytes <= high for nbytes, (low, high) in zip(entry.files, bounds, strict=True)
-    ):
-        raise fields.error(f"records.{name}.files", entry.files, f"lengths within {bounds}")
+    for shard, nbytes in enumerate(entry.files):
+        low, high = encoded_bounds(shard_spec(record, shard))
+        if not low <= nbytes <= high:
+            raise fields.error(f"records.{name}.files[{shard}]", nbytes, f"from {low} to {high}")
 
 
 def file_lengths(record: Record) -> tuple[int, ...] | None:
@@ -376,7 +395,7 @@ def decode_table(data: bytes, manifest: Manifest, source: Path) -> Table:
             f"{manifest.table_digest}",
             file=source,
         )
-    expected = 4 * sum(entry.count for entry in manifest.records.values())
+    expected = manifest.table_nbytes
     if len(data) != expected:
         raise CorruptionError(f"{source}: {len(data)} B, expected {expected} B", file=source)
     return np.frombuffer(data, "<u4").astype(np.uint32)

@@ -13,6 +13,7 @@ from tiering.backends.memory import MemoryBackend
 from tiering.checksum import ChunkCrc, Table
 from tiering.manifest import Generation
 from tiering.read_checks import EveryRead, FirstPass
+from tiering.recordio import Transfer
 from tiering.records import ALIGNMENT, Record, Tier
 from tiering.store import StoreWriter
 
@@ -127,15 +128,26 @@ class Pool:
         Raises:
             CorruptionError: A chunk's crc32c differs; the content of ``out`` is undefined.
         """
-        self._count(self._records[name], read=memoryview(out).nbytes)
+        self.read_all([Transfer(name, offset, out)])
+
+    def read_all(self, transfers: Sequence[Transfer]) -> None:
+        """Read several records at once, as ``read`` does; their drives work at the same time.
+
+        With ``verify_reads`` they are read one after another.
+        """
+        for t in transfers:
+            self._count(self._records[t.name], read=memoryview(t.view).nbytes)
         if self._every_read:
-            self._every_read[name].stream(self._input, offset, out, self._table(name))
+            for t in transfers:
+                check = self._every_read[t.name]
+                check.stream(self._input, t.offset, t.view, self._table(t.name))
             return
-        self._store.read(self._input, name, offset, out)
+        self._store.read_all(self._input, transfers)
         if self._input == self._opened_slot:
-            first_pass = self._first_passes[name]
-            if not first_pass.done:
-                first_pass.check(offset, out)
+            for t in transfers:
+                first_pass = self._first_passes[t.name]
+                if not first_pass.done:
+                    first_pass.check(t.offset, t.view)
 
     def gather(self, name: str, offset: int, out: memoryview) -> None:
         """Fill ``out`` with bytes that are no piece of a pass; else as ``read``.
@@ -170,9 +182,14 @@ class Pool:
 
     def write(self, name: str, offset: int, data: memoryview) -> None:
         """Write bytes of a record on drives as this step leaves them."""
-        self._store.write(self._required_output(), name, offset, data)
+        self.write_all([Transfer(name, offset, data)])
+
+    def write_all(self, transfers: Sequence[Transfer]) -> None:
+        """Write several records at once; their drives work at the same time."""
+        self._store.write_all(self._required_output(), transfers)
         self._output_holds_step = True
-        self._count(self._records[name], written=memoryview(data).nbytes)
+        for transfer in transfers:
+            self._count(self._records[transfer.name], written=memoryview(transfer.view).nbytes)
 
     def flush(self, name: str) -> Table:
         """Copy a resident record to the working slot; return the crc32c of its chunks."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tiering import lock
 from tiering.drives import Drive
-from tiering.errors import CorruptionError, LockedError, RefusedError
+from tiering.errors import CorruptionError, LockedError, RefusedError, StorageError
 from tiering.generations import manifest_path, reap
 from tiering.manifest import Generation, digest, plain_lengths
 from tiering.recordio import RecordFiles
@@ -22,6 +22,7 @@ from tiering.slots import (
     create_slot,
     delete_slot,
     existing_slots,
+    finish_slot,
     locate,
     read_metadata,
 )
@@ -104,7 +105,7 @@ class SlotTable:
             try:
                 read_metadata(self._store, slot, self.form.digests)
                 self._add_located(slot)
-            except CorruptionError as error:
+            except (CorruptionError, StorageError) as error:  # nothing in it is needed
                 if slot not in self.protected:
                     _log.warning(
                         "slot %d of %s is incomplete and unused: %s", slot, self._store, error
@@ -123,8 +124,8 @@ class SlotTable:
 
     # -- making and removing -----------------------------------------------------------------------
 
-    def ensure(self, count: int) -> bool:
-        """Create slots until ``count`` are complete; return whether any was.
+    def ensure(self, count: int) -> Sequence[int]:
+        """Create slots until there are ``count``; return those that have to be finished.
 
         What is there of others, damaged or of another form, goes before, for the room.
         """
@@ -134,10 +135,10 @@ class SlotTable:
         missing = list(itertools.islice(numbers, max(0, count - len(self._complete))))
         for slot in missing:
             self.make(slot)
-        return bool(missing)
+        return missing
 
     def make(self, slot: int) -> None:
-        """Create a free slot anew, all zeros; durable after a sync of the drives and the store."""
+        """Create a free slot anew, all zeros; to be finished after a sync of drives and store."""
         self.remove(slot)
         create_slot(
             self._store,
@@ -148,6 +149,11 @@ class SlotTable:
             places=self.form.places,
         )
         self._add_located(slot)
+
+    def finish(self, slots: Iterable[int]) -> None:
+        """Say of slots whose files are durable that they are complete; durable."""
+        for slot in slots:
+            finish_slot(self._store, slot, documents=self.form.documents)
 
     def removable(
         self, listed: Iterable[Generation], *, keep: int

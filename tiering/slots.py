@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import os
-import re
+import stat
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tiering import fsops
 from tiering.drives import Drive
-from tiering.errors import CorruptionError, StorageError
+from tiering.errors import CorruptionError
+from tiering.fields import shown
 from tiering.manifest import digest
 from tiering.records import SHARD_NBYTES, Record
+from tiering.small_files import kind_of, read_small
 from tiering.zarr_documents import array_document, group_document, new_shard
 
 SHARED = "shared"
-_TARGET = re.compile(r"\.\./\.\./\.\./\.\./drives/(\d+)/([^/]+)")
 
 Places = Mapping[str, tuple[int, ...]]  # record name -> drive number of each shard
 OnFault = Callable[[CorruptionError], None]
@@ -80,10 +81,9 @@ def create_slot(
     drives: Sequence[Drive],
     places: Places,
 ) -> None:
-    """Create every file of ``slot``; it reads as zeros, and is durable after a sync of the drives.
+    """Create every file of ``slot`` but the last; it reads as zeros.
 
-    Shared records get their files with the first slot and links with every other. The group's
-    metadata comes last: a slot without it was not finished.
+    Shared records get their files with the first slot and links with every other.
     """
     folder = slot_folder(store, slot)
     by_number = {drive.number: drive for drive in drives}
@@ -97,7 +97,16 @@ def create_slot(
             name = file_name(slot, record, shard)
             _create_shard(by_number[number].folder / name, record, shard)
             fsops.symlink(link_target(number, name), array / "c" / str(shard))
-    fsops.create_file(folder / "zarr.json", documents["zarr.json"])
+
+
+def finish_slot(store: Path, slot: int, *, documents: Mapping[str, bytes]) -> None:
+    """Create the group's metadata of a slot whose other files are durable; so is all of it then.
+
+    A slot without it is not complete, whatever else of it is there.
+    """
+    folder = slot_folder(store, slot)
+    fsops.write_file(folder / "zarr.json", documents["zarr.json"])
+    fsops.fsync_dir(folder)
 
 
 def _create_shard(path: Path, record: Record, shard: int) -> None:
@@ -107,6 +116,11 @@ def _create_shard(path: Path, record: Record, shard: int) -> None:
 
 def delete_slot(store: Path, slot: int, *, drives: Sequence[Drive]) -> None:
     """Remove every file of ``slot``, finished or not; shared ones only if no other links to it."""
+    group = slot_folder(store, slot) / "zarr.json"
+    if group.exists():
+        # First and durably: what a power cut brings back of the rest must not pass for complete.
+        fsops.unlink(group)
+        fsops.fsync_dir(group.parent)
     for drive in drives:
         for path in sorted(drive.folder.glob(f"{slot}.*")):
             fsops.unlink(path)
@@ -156,13 +170,11 @@ def read_metadata(
 
 def _read_checked(path: Path, expected: str, record: str) -> bytes:
     try:
-        data = path.read_bytes()
+        data = read_small(path)
     except FileNotFoundError as error:
         raise CorruptionError(
             f"{path}: metadata is missing, expected sha256 {expected}", file=path, record=record
         ) from error
-    except OSError as error:
-        raise StorageError("read", path, errno=error.errno or 0) from error
     found = digest(data)
     if found != expected:
         raise CorruptionError(
@@ -213,12 +225,12 @@ def _locate_shard(
             file=link,
             record=record.name,
         ) from error
-    match = _TARGET.fullmatch(target)
-    drive = next((d for d in drives if match and d.number == int(match[1])), None)
-    if drive is None or not match or match[2] != name:
+    drive = next((d for d in drives if target == link_target(d.number, name)), None)
+    if drive is None:
         numbers = ", ".join(str(d.number) for d in drives)
         raise CorruptionError(
-            f"{link}: links to {target}, expected {link_target('N', name)} with N one of {numbers}",
+            f"{link}: links to {shown(target)}, expected {link_target('N', name)} with N one of "
+            f"{numbers}",
             file=link,
             record=record.name,
         )
@@ -234,12 +246,17 @@ def _locate_shard(
 
 
 def _wrong_length(drive: Drive, path: Path, link: Path, expected: int | None) -> str:
-    """Return what is wrong with the length of a shard's file."""
+    """Return what is wrong with a shard's file, short of its content."""
     try:
-        found = path.stat().st_size
+        status = path.lstat()
     except FileNotFoundError:
         wanted = "" if expected is None else f", expected {expected} B"
         return f"is missing{wanted} (linked from {link})"
+    except OSError as error:
+        raise StorageError("look at", path, errno=error.errno or 0) from error
+    if not stat.S_ISREG(status.st_mode):  # a writer would follow a link, and change what is there
+        return f"is {kind_of(status.st_mode)}, expected a file"
+    found = status.st_size
     if expected is None or found == expected:
         return ""
     what = "truncated" if found < expected else "too long"

@@ -10,6 +10,7 @@ from tiering.errors import CorruptionError
 from tiering.generations import ROOT
 from tiering.manifest import Root
 from tiering.schema_files import read_schema_file, schema_digests
+from tiering.small_files import read_small
 from tiering.zarr_documents import group_document
 
 
@@ -24,9 +25,12 @@ def store_faults(store: Path, root: Root) -> Iterator[CorruptionError]:
 def _unlike(path: Path, expected: bytes, *, drive: int | None = None) -> Iterator[CorruptionError]:
     """Yield a fault if a file is not exactly the one that is written."""
     try:
-        found = path.read_bytes()
+        found = read_small(path)
     except FileNotFoundError:
         yield CorruptionError(f"{path}: missing", file=path)
+        return
+    except CorruptionError as fault:
+        yield fault
         return
     if found != expected:
         pairs = enumerate(zip(found, expected, strict=False))

@@ -26,6 +26,7 @@ from tiering.generations import (
 from tiering.lock import StoreLock
 from tiering.manifest import Generation, Manifest, Root, digest, encode_table, entries
 from tiering.opened import ChunkRef, Examined, OpenStore
+from tiering.recordio import Transfer
 from tiering.records import Record
 from tiering.slot_table import Form, SlotTable
 from tiering.slots import Places, allocated_nbytes, metadata_documents
@@ -186,8 +187,14 @@ class StoreWriter(OpenStore):
 
     def ensure_slots(self, count: int) -> None:
         """Create or repair slots until there are ``count`` complete ones; durable."""
-        if self._slots.ensure(count):
+        self._finish(self._slots.ensure(count))
+
+    def _finish(self, slots: Sequence[int]) -> None:
+        """Make slots that were just created durable, and then complete."""
+        if slots:
             self._sync_all()
+            with self._fatal():
+                self._slots.finish(slots)
 
     def drop_free_slots(self, *, keep: int = 0) -> None:
         """Remove slots that no generation and no reader needs until ``keep`` of them are left."""
@@ -223,7 +230,7 @@ class StoreWriter(OpenStore):
         self._recasting = True
         self.drop_free_slots()
         self._slots.make(slot)
-        self._sync_all()
+        self._finish([slot])
         self.working, self._written = slot, {}
         return slot
 
@@ -279,21 +286,32 @@ class StoreWriter(OpenStore):
         """Fill ``out`` with the bytes of a record in ``slot``; aligned buffers are not copied."""
         self._files.read(slot, name, offset, out)
 
+    def read_all(self, slot: int, transfers: Sequence[Transfer]) -> None:
+        """Fill several buffers at once, so that their drives work at the same time."""
+        self._files.read_all(slot, transfers)
+
     def write(self, slot: int, name: str, offset: int, data: memoryview) -> None:
+        """Write into the working slot, as ``write_all`` does."""
+        self.write_all(slot, [Transfer(name, offset, data)])
+
+    def write_all(self, slot: int, transfers: Sequence[Transfer]) -> None:
         """Write into the working slot; durable and visible with the next commit.
 
-        ``offset`` is a multiple of 4096, and the length too unless it reaches the record's end.
-        Buffers that are multiples of 4096 are not copied. A failure ends the use of this writer:
-        what the slot holds is unknown.
+        Offsets are multiples of 4096, and lengths too unless they reach the record's end. Buffers
+        that are multiples of 4096 are not copied. A failure ends the use of this writer: what the
+        slot holds is unknown.
         """
-        record = self.records[name]
         if slot != self.working:
             raise ValueError(f"slot {slot} is not the working slot ({self.working})")
-        if record.shared and self.committed is not None and not self._recasting:
-            raise ValueError(f"{name} is shared by all slots and never changes")
+        for transfer in transfers:
+            shared = self.records[transfer.name].shared
+            if shared and self.committed is not None and not self._recasting:
+                raise ValueError(f"{transfer.name} is shared by all slots and never changes")
         with self._fatal():
-            self._files.write(slot, name, offset, data)
-        self._count_written(name, min(memoryview(data).nbytes, record.nbytes - offset))
+            self._files.write_all(slot, transfers)
+        for transfer in transfers:
+            valid = self.records[transfer.name].nbytes - transfer.offset
+            self._count_written(transfer.name, min(memoryview(transfer.view).nbytes, valid))
 
     def leave_zero(self, name: str, nbytes: int) -> None:
         """Take ``nbytes`` of a record as written: they are zero since its slot was made."""

@@ -102,7 +102,7 @@ def run_config(model: Path, data: Path, out: Path, **changes: Any) -> RunConfig:
             "device": "cpu",
             "loss_chunk": 16,
         },
-        "memory": {"ram": "64MiB"},
+        "memory": {"ram": "64MiB", "workspace": "64MiB"},  # measuring it takes as long as a run
         "store": {"commit_every": 1},
     }
     for key, value in changes.items():

@@ -51,6 +51,7 @@ def test_looking_at_a_store_loads_nothing_heavy(tmp_path: Path) -> None:
         (("convert", "a", "b", "--layout", "fp16"), "'fp16' is not one of"),
         (("convert", "a", "b", "--ram", "lots"), "'lots' is no size"),
         (("convert", "a", "b", "--ram", "4KiB"), "the smallest piece needs 57344 B"),
+        (("shard", "a"), "nothing to do: give --drive, --tier or --shard-size"),
         (("mend", "a"), "No such command 'mend'"),
         (("export", "a"), "Missing argument 'OUT'"),
     ],

@@ -44,7 +44,7 @@ def _train(
     with (
         open_writer(store) as writer,
         Arena(1 << 20) as arena,
-        Arena(1 << 20, nodes=(0,)) as expander,
+        Arena(1 << 20) as expander,
     ):
         pool = Pool(writer, placement, {Tier.PINNED: arena, Tier.CXL: expander})
         pool.load()

@@ -325,11 +325,11 @@ def test_a_changed_schema_file_is_refused(store: Path) -> None:
         reader.schema_file("schema.json")
 
 
-def test_a_root_that_cannot_be_read_is_a_storage_error(store: Path) -> None:
+def test_a_root_that_is_no_file_is_refused(store: Path) -> None:
     (store / "zarr.json").unlink()
     (store / "zarr.json").mkdir()
     for door in (open_reader, open_writer):
-        with pytest.raises(StorageError, match=r"cannot read .*zarr\.json: Is a directory"):
+        with pytest.raises(CorruptionError, match=r"zarr\.json: is a folder, expected a file"):
             door(store)
 
 
