@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tiering import lock
 from tiering.drives import Drive
-from tiering.errors import CorruptionError, LockedError, RefusedError
+from tiering.errors import CorruptionError, LockedError, RefusedError, StorageError
 from tiering.generations import manifest_path, reap
 from tiering.manifest import Generation, digest, plain_lengths
 from tiering.recordio import RecordFiles
@@ -105,7 +105,7 @@ class SlotTable:
             try:
                 read_metadata(self._store, slot, self.form.digests)
                 self._add_located(slot)
-            except CorruptionError as error:
+            except (CorruptionError, StorageError) as error:  # nothing in it is needed
                 if slot not in self.protected:
                     _log.warning(
                         "slot %d of %s is incomplete and unused: %s", slot, self._store, error

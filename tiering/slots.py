@@ -252,6 +252,8 @@ def _wrong_length(drive: Drive, path: Path, link: Path, expected: int | None) ->
     except FileNotFoundError:
         wanted = "" if expected is None else f", expected {expected} B"
         return f"is missing{wanted} (linked from {link})"
+    except OSError as error:
+        raise StorageError("look at", path, errno=error.errno or 0) from error
     if not stat.S_ISREG(status.st_mode):  # a writer would follow a link, and change what is there
         return f"is {kind_of(status.st_mode)}, expected a file"
     found = status.st_size
