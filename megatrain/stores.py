@@ -220,7 +220,7 @@ def _convert(
 
 @contextmanager
 def _begun(config: RunConfig, target: Path) -> Iterator[None]:
-    """Say beforehand of which model the store will be; an exception before it is there takes it back.
+    """Say beforehand of which model the store will be, and take it back where none comes of it.
 
     A kill may come between the store's first commit and what is said after it.
     """

@@ -39,7 +39,7 @@ RUNS = {
 
 
 def failing() -> Iterator[tuple[type[Program], FaultKind]]:
-    """Yield every kind of failure with a quick command that makes such calls, and some with runs."""
+    """Yield every kind of failure with a quick command that makes such calls; some with runs."""
     kinds = [kind for kind in KINDS if not kind.passes]
     for number, kind in enumerate(kinds):
         yield (Move if kind.op == "reserve" else QUICK[number % len(QUICK)]), kind

@@ -245,9 +245,7 @@ def _awaited(pid: int, timeout_s: float) -> tuple[int, bool, float]:
     return os.waitstatus_to_exitcode(status), hung, used.ru_utime + used.ru_stime
 
 
-def _be_child(
-    request: _Request, shim: Any, lanes: _LaneBoard, out: IO[str], err: IO[str]
-) -> None:
+def _be_child(request: _Request, shim: Any, lanes: _LaneBoard, out: IO[str], err: IO[str]) -> None:
     """Run the command as an interpreter of its own would, and end with its exit status."""
     code = 1
     try:

@@ -81,9 +81,7 @@ def _failing(op: str, code: int, *, lasting: bool = False, stride: int = 1) -> F
 
 
 def _passing(op: str, how: str, code: int = 0, delay_ms: int = 0) -> FaultKind:
-    return FaultKind(
-        name=f"{op} {how}", op=op, errno=code, everywhere=True, delay_ms=delay_ms
-    )
+    return FaultKind(name=f"{op} {how}", op=op, errno=code, everywhere=True, delay_ms=delay_ms)
 
 
 KINDS: Sequence[FaultKind] = (
@@ -135,7 +133,9 @@ class Trial:
     call: str = ""
 
     def __str__(self) -> str:
-        return f"{self.program}, {self.kind} at {self.number} ({self.call}): {self.verdict} {self.why}"
+        return (
+            f"{self.program}, {self.kind} at {self.number} ({self.call}): {self.verdict} {self.why}"
+        )
 
 
 def attempt(program: Program, children: Children, kind: FaultKind, number: int) -> Trial:

@@ -370,7 +370,7 @@ class ResumeInRam(Resume):
     """The same with a part of the state in RAM, and a commit every second step."""
 
     name = "resume in RAM"
-    changes = {"memory__resident": "100KiB", "store__commit_every": 2, "train__steps": 5}
+    changes = {"memory__resident": "100KiB", "store__commit_every": 2}
 
 
 PROGRAMS: Sequence[Callable[[Site, Children], Program]] = (
