@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from checkpoint.interrupts import EXIT_INTERRUPTED
 from checkpoint.sizes import format_size, parse_size
 from tiering.errors import MegatrainError, StorageError, UsageError
 from tiering.records import DEFAULT_CODEC
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 EXIT_FINDINGS = 1
 EXIT_STORAGE = 5
-EXIT_INTERRUPTED = 130
 
 _LAYOUTS = ("fp32", "split", "split8")
 _FORMATS = ("hf", "zarr", "dcp")
@@ -37,20 +37,25 @@ class ErrorGroup(click.Group):
         """Run the command."""
         try:
             return super().invoke(ctx)
-        except MegatrainError as error:
-            _fail(ctx, str(error), error.exit_code)
         except BrokenPipeError:
             raise  # click ends quietly when nobody reads standard output any more
-        except OSError as error:
-            _fail(ctx, _told(error), EXIT_STORAGE)
-        except KeyboardInterrupt:
-            _fail(ctx, "interrupted", EXIT_INTERRUPTED)
+        except (MegatrainError, OSError, KeyboardInterrupt) as error:
+            _fail(ctx, _told(error), exit_code(error))
 
 
-def _told(error: OSError) -> str:
+def exit_code(error: BaseException) -> int:
+    """Return what a command that ends with ``error`` exits with."""
+    if isinstance(error, MegatrainError):
+        return error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return EXIT_INTERRUPTED
+    return EXIT_STORAGE if isinstance(error, OSError) else 1
+
+
+def _told(error: BaseException) -> str:
     """Say what failed in the words of the errors that are expected."""
-    if not isinstance(error.filename, str | os.PathLike):
-        return str(error)
+    if not isinstance(error, OSError) or not isinstance(error.filename, str | os.PathLike):
+        return str(error) or "interrupted"
     return str(StorageError("use", error.filename, errno=error.errno or 0))
 
 
@@ -84,6 +89,7 @@ def _only(option: str, value: str, built: str) -> None:
 
 _json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 _generation = click.option("--generation", type=int, help="Not the newest but this generation.")
+_only_one = click.option("--generation", type=int, help="Not all generations but this one.")
 
 
 @click.group(cls=ErrorGroup, context_settings={"help_option_names": ["-h", "--help"]})
@@ -271,19 +277,21 @@ def inspect(store: Path, generation: int | None, as_json: bool) -> None:
 @cli.command()
 @click.argument("store", type=FOLDER, callback=_path)
 @click.option("--deep", is_flag=True, help="Read every byte and compare it with its checksum.")
-@_generation
+@_only_one
 @_json
 @click.pass_context
 def verify(
     ctx: click.Context, store: Path, deep: bool, generation: int | None, as_json: bool
 ) -> None:
-    """Check that STORE is what was committed; exit code 1 if it is not."""
+    """Check that every generation of STORE is what was committed; exit code 1 if one is not."""
     from checkpoint.verify import verify as run
 
     with _progress("verifying") as on_progress:
         findings = run(store, deep=deep, generation=generation, on_progress=on_progress)
     if as_json:
-        _print_json({"ok": findings.ok, **asdict(findings)})
+        from checkpoint.render import findings_document
+
+        _print_json(findings_document(findings))
     else:
         from checkpoint.render import findings_report, show
 
@@ -376,6 +384,34 @@ def attach(store: Path, drives: tuple[Path, ...], as_json: bool) -> None:
     else:
         for drive in attached:
             click.echo(f"{store}: drive {drive.number} is at {drive.folder}")
+
+
+@cli.command()
+@click.argument("store", type=FOLDER, callback=_path)
+@click.option(
+    "--keep",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Keep the last N generations that are whole.",
+)
+@click.option("--yes", is_flag=True, help="Do it; without this nothing is changed.")
+@_json
+def prune(store: Path, keep: int, yes: bool, as_json: bool) -> None:
+    """Drop generations of STORE, damaged ones first, and the files that nobody needs then.
+
+    One slot stays to be written to. What a process reads stays until it ends.
+    """
+    from checkpoint.retention import prune as run
+
+    pruned = run(store, keep=keep, yes=yes)
+    if as_json:
+        _print_json(asdict(pruned))
+    else:
+        from checkpoint.render import pruned_report, show
+
+        show(pruned_report(pruned))
 
 
 class _Echo(logging.Handler):

@@ -36,8 +36,12 @@ class MetricsLog:
         except OSError as error:
             raise StorageError("write", self.path, errno=error.errno or 0) from error
         if durable:
-            fsops.fsync_file(self.path)
-            fsops.fsync_dir(self.path.parent)
+            self.sync()
+
+    def sync(self) -> None:
+        """Make every row outlive a power cut."""
+        fsops.fsync_file(self.path)
+        fsops.fsync_dir(self.path.parent)
 
     def read(self) -> list[Row]:
         """Return every whole row; a line that a kill or a power cut has torn is left out."""

@@ -17,6 +17,7 @@ from megatrain.config import RunConfig
 from megatrain.inputs import Inputs, open_inputs
 from megatrain.trainer import Stop
 from tiering import fsops
+from tiering.drives import require_folder
 from tiering.errors import MegatrainError, RefusedError, StorageError
 from tiering.generations import read_root
 from tiering.store import StoreWriter
@@ -179,6 +180,8 @@ def convert_model(config: RunConfig, observer: ConversionObserver, stop: Stop) -
     if is_store(target):
         _require_same_model(config, target)
         return None
+    for folder in config.store.drives:
+        require_folder(folder)
     from checkpoint.plan import plan_conversion
 
     layout = Layout.FLOAT32 if config.train.dtype == "float32" else Layout(config.store.layout)
@@ -220,7 +223,7 @@ def _convert(
 
 @contextmanager
 def _begun(config: RunConfig, target: Path) -> Iterator[None]:
-    """Say beforehand of which model the store will be, and take it back where none comes of it.
+    """Say beforehand of which model the store will be; an exception until then takes it back.
 
     A kill may come between the store's first commit and what is said after it.
     """

@@ -20,6 +20,7 @@ from tiering.manifest import encode_json
 from tiering.records import Record
 from tiering.schema_files import write_schema_files
 from tiering.shares import spread
+from tiering.slot_table import Form
 from tiering.slots import metadata_documents
 from tiering.space import slots_nbytes
 from tiering.writer import StoreWriter
@@ -101,10 +102,12 @@ def _created(
         path=store,
         uuid=uuid,
         schema=schema,
-        records={record.name: record for record in records},
-        documents=metadata_documents(records),
+        form=Form(
+            records={record.name: record for record in records},
+            documents=metadata_documents(records),
+            places=spread(records, {drive.number: drive.share for drive in plan}),
+        ),
         drives=plan,
-        places=spread(records, {drive.number: drive.share for drive in plan}),
         store_lock=store_lock,
     )
     with writer:
@@ -134,6 +137,7 @@ def _write_marker(store: Path, uuid: str, plan: Sequence[Drive]) -> None:
     folders = [str(drive.folder) for drive in plan]
     fsops.write_file(store / MARKER, encode_json({"uuid": uuid, "drives": folders}))
     fsops.fsync_dir(store)
+    fsops.fsync_dir(store.parent)  # or nothing leads to the marker, but the drives are there
 
 
 def _remains(store: Path) -> tuple[str, list[Path]] | None:
@@ -172,7 +176,9 @@ def _remove_drive(folder: Path) -> None:
     for path in sorted(folder.iterdir()):
         if path.name != "drive.json":  # the label goes last: it says that the rest may go
             fsops.remove_tree(path)
+    fsops.fsync_dir(folder)
     fsops.remove_tree(folder)
+    fsops.fsync_dir(folder.parent)
 
 
 def _abandon(store: Path, made: bool) -> None:

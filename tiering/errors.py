@@ -31,7 +31,25 @@ class RefusedError(MegatrainError):
 
 
 class CorruptionError(RefusedError):
-    """Bytes differ from what their manifest, index or header promises."""
+    """Bytes differ from what their manifest, index or header promises.
+
+    ``file``, ``drive``, ``offset`` and ``record`` say where, as far as they apply.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        file: str | os.PathLike[str] = "",
+        drive: int | None = None,
+        offset: int | None = None,
+        record: str = "",
+    ) -> None:
+        self.file = os.fspath(file)
+        self.drive = drive
+        self.offset = offset
+        self.record = record
+        super().__init__(message)
 
 
 class CapacityError(RefusedError):

@@ -10,7 +10,7 @@ import ctypes
 import errno
 import os
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -24,9 +24,33 @@ _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
 Buffer = memoryview | bytes | bytearray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """A step with what is needed to take it again elsewhere; most need the path alone.
+
+    Attributes:
+        path: The file, folder or link that it acts on; the new name of a rename.
+        offset: Where ``data`` is written.
+        nbytes: The length that a file gets, or how much of it is reserved.
+        source: The old name of a rename, or what a link says.
+    """
+
+    action: str
+    path: Path
+    offset: int = 0
+    data: bytes = b""
+    nbytes: int = 0
+    source: str = ""
+
+
 Observer = Callable[[str, Path], None]
+Ended = Callable[[], None]
+Recorder = Callable[[Operation], Ended]
 
 _observer: ContextVar[Observer | None] = ContextVar("fsops_observer", default=None)
+_recorder: ContextVar[Recorder | None] = ContextVar("fsops_recorder", default=None)
 
 
 @contextmanager
@@ -43,14 +67,65 @@ def observed(observer: Observer) -> Iterator[None]:
 
 
 @contextmanager
-def _step(action: str, path: Path) -> Iterator[None]:
+def recorded(recorder: Recorder) -> Iterator[None]:
+    """Call ``recorder(operation)`` as every step in this context begins.
+
+    What it returns is called when the step has succeeded. Unlike an observer it also gets the
+    data that backends write for this context, from threads of theirs.
+    """
+    token = _recorder.set(recorder)
     try:
-        observer = _observer.get()
+        yield
+    finally:
+        _recorder.reset(token)
+
+
+@contextmanager
+def _step(
+    action: str,
+    path: Path,
+    *,
+    offset: int = 0,
+    data: Iterable[Buffer] = (),
+    nbytes: int = 0,
+    source: str = "",
+) -> Iterator[None]:
+    try:
+        observer, recorder = _observer.get(), _recorder.get()
         if observer is not None:
             observer(action, path)
+        if recorder is None:
+            yield
+            return
+        ended = recorder(
+            Operation(
+                action=action,
+                path=path,
+                offset=offset,
+                data=b"".join(data),
+                nbytes=nbytes,
+                source=source,
+            )
+        )
         yield
+        ended()
     except OSError as error:
         raise StorageError(action, path, errno=error.errno or 0) from error
+
+
+def begin_write(file: Path | int, offset: int, data: memoryview) -> Ended:
+    """Record a write that a backend is about to make; call what is returned when it is made.
+
+    A descriptor without a path is of a file that has no name: nothing of it outlives a crash.
+    """
+    recorder = _recorder.get()
+    if recorder is None or isinstance(file, int):
+        return _nothing
+    return recorder(Operation(action="write", path=file, offset=offset, data=bytes(data)))
+
+
+def _nothing() -> None:
+    pass
 
 
 @contextmanager
@@ -94,7 +169,10 @@ def create_sparse(path: Path, nbytes: int, tail: bytes) -> None:
 
 def _write_all(fd: int, path: Path, data: bytes, offset: int = 0) -> None:
     view = memoryview(data)
-    with _step("write", path), _span("write", path, offset, len(view)) as span:
+    with (
+        _step("write", path, offset=offset, data=[view]),
+        _span("write", path, offset, len(view)) as span,
+    ):
         while span.moved < len(view):
             span.add(os.pwrite(fd, view[span.moved :], offset + span.moved))
 
@@ -151,7 +229,10 @@ class Replacement:
         views = [memoryview(part).cast("B") for part in parts]
         wanted = sum(map(len, views))
         start, path = self._nbytes, self._temporary
-        with _step("write", path), _span("write", path, start, wanted) as span:
+        with (
+            _step("write", path, offset=start, data=views),
+            _span("write", path, start, wanted) as span,
+        ):
             while span.moved < wanted:
                 moved = os.pwritev(self._fd, views, self._nbytes)
                 span.add(moved)
@@ -195,7 +276,7 @@ def open_file(path: Path, flags: int) -> int:
 
 def replace(source: Path, target: Path) -> None:
     """Rename ``source`` over ``target`` in one step, durable once the folder is synced."""
-    with _step("rename", target):
+    with _step("rename", target, source=str(source)):
         os.replace(source, target)
 
 
@@ -220,7 +301,7 @@ def exchange(one: Path, other: Path) -> bool:
 
 def symlink(target: str, path: Path) -> None:
     """Create the link ``path`` to ``target``, durable once its folder is synced."""
-    with _step("link", path):
+    with _step("link", path, source=target):
         os.symlink(target, path)
 
 
@@ -294,16 +375,20 @@ def reserve(path: Path, nbytes: int) -> None:
     with _descriptor(path, os.O_RDWR) as fd:
         before = os.fstat(fd).st_size
         try:
-            with _step("reserve", path), _span("reserve", path, 0, nbytes):
+            with (
+                _step("reserve", path, nbytes=nbytes),
+                _span("reserve", path, 0, nbytes),
+            ):
                 os.posix_fallocate(fd, 0, nbytes)
         except StorageError:
-            os.ftruncate(fd, before)
+            with _step("truncate", path, nbytes=before):
+                os.ftruncate(fd, before)
             raise
 
 
 def truncate(path: Path, nbytes: int) -> None:
     """Set the length of ``path``."""
-    with _step("truncate", path):
+    with _step("truncate", path, nbytes=nbytes):
         os.truncate(path, nbytes)
 
 

@@ -64,14 +64,16 @@ class Scratch:
     def read(self, name: str, offset: int, out: memoryview) -> None:
         """Fill ``out`` with what was written at ``offset``; zeros where nothing was."""
         fd, drive = self._checked(name, offset, memoryview(out).nbytes)
-        moved = self._store.backends[drive].read(fd, offset, out).result()
+        with self._store.waits.on([self._store.drives[drive].folder]):
+            moved = self._store.backends[drive].read(fd, offset, out).result()
         with self._guard:
             self.read_bytes += moved
 
     def write(self, name: str, offset: int, data: memoryview) -> None:
         """Write ``data`` at ``offset``."""
         fd, drive = self._checked(name, offset, memoryview(data).nbytes)
-        moved = self._store.backends[drive].write(fd, offset, data).result()
+        with self._store.waits.on([self._store.drives[drive].folder]):
+            moved = self._store.backends[drive].write(fd, offset, data).result()
         with self._guard:
             self.written_bytes += moved
 

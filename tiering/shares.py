@@ -91,8 +91,9 @@ def spread(
     """
     pieces = _pieces(records)
     filling = _Filling.of(shares, sum(piece.nbytes for piece in pieces))
-    # The largest first: small ones can still even out what the large ones left uneven.
-    for piece in sorted(pieces, key=lambda piece: (-piece.nbytes, piece.order)):
+    # The largest first: small ones can still even out what the large ones left uneven. Then shard
+    # by shard: the records of a unit are used side by side, and are to come from several drives.
+    for piece in sorted(pieces, key=lambda piece: (-piece.nbytes, piece.shard, piece.order)):
         filling.put(piece, current[piece.record][piece.shard] if current else None)
     places = iter(filling.places[order] for order in range(len(pieces)))
     return {r.name: tuple(next(places) for _ in range(r.geometry.shard_count)) for r in records}
@@ -146,10 +147,20 @@ class _Filling:
             return self.used[drive] + part <= self.shares[drive] * placed + self.slack
 
         best = min(self.shares, key=behind)
+        turn = self._turn()
         drive = min(
             (drive for drive in self.shares if drive == best or is_allowed(drive)),
-            key=lambda d: (d != current, d == before, d == alike, behind(d)),
+            key=lambda d: (d != current, d == before, d == alike, behind(d), turn[d]),
         )
         self.last = (piece.nbytes, drive)
         self.places[piece.order] = drive
         self.used[drive] += piece.nbytes
+
+    def _turn(self) -> Mapping[int, int]:
+        """Return which drive comes first where nothing else decides; it changes every round.
+
+        Else as many drives as a unit has records would each have one role of all units.
+        """
+        drives = list(self.shares)
+        first = len(self.places) // len(drives) % len(drives)
+        return {drive: (index - first) % len(drives) for index, drive in enumerate(drives)}

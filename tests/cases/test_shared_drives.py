@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import tempfile
+import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,8 @@ def _train_as_nobody(config: RunConfig, said: Path) -> None:
     except RefusedError as error:
         said.write_text(str(error))
         code = error.exit_code
+    except BaseException:  # noqa: BLE001 - whatever it is, it must be seen
+        traceback.print_exc()
     finally:
         os._exit(code)
 

@@ -50,9 +50,9 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def test_a_run_resumed_at_step_200_equals_the_uninterrupted_one(tmp_path, inputs):
-    whole = run_config(*inputs, tmp_path / "whole", train__steps=203)
+    whole = run_config(*inputs, tmp_path / "whole", train__steps=203, store__commit_every=50)
     train(whole)
-    halves = run_config(*inputs, tmp_path / "halves", train__steps=203)
+    halves = run_config(*inputs, tmp_path / "halves", train__steps=203, store__commit_every=50)
     stop = Stop()
 
     def at_200(row: Any) -> None:

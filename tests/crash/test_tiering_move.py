@@ -117,11 +117,11 @@ def test_bytes_are_durable_before_names_names_before_links_and_the_old_file_goes
     copy, final = f"q/{new}/0.a.0.unfinished", f"q/{new}/0.a.0"
     order = [
         ("link", "store/drives/1"),
+        ("fsync folder", "store/drives"),
         ("create folder", f"q/{new}"),
         ("fsync", f"q/{new}/drive.json"),
         ("fsync folder", f"q/{new}"),
         ("fsync folder", "q"),
-        ("fsync folder", "store/drives"),
         ("rename", "store/zarr.json"),
         ("fsync folder", "store"),
         ("create", copy),
@@ -165,3 +165,17 @@ def test_a_move_that_was_killed_goes_on_with_the_shares_that_it_began_with(live:
     move_store(store, folders, measure=equal_rates)
     with open_reader(store) as reader:
         assert reader.root.drives == {1: 0.5, 2: 0.5}
+
+
+def test_only_remains_of_a_move_are_removed_before_the_next(live: Path) -> None:
+    store = _make(live, "p")
+    [folder] = (live / "p").iterdir()
+    remains = ("0.a.1.unfinished", "0.a.7", "shared.c.5")
+    mine = ("1.backup.2", "a.0", "0.a.0.orig", "0.a.1.old")
+    for name in (*remains, *mine):
+        (folder / name).write_bytes(b"x")
+    _move(live, "pq")
+    found = {path.name for path in folder.iterdir()}
+    assert found >= set(mine)
+    assert not found & set(remains)
+    assert _assert_whole(store) == [2]

@@ -10,8 +10,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ class Fault:
         errno: The calls fail with it; if it is 0, they move only ``moves`` bytes.
         moves: Bytes; HALF: of what was asked for.
         delay_ms: The calls wait, and then do what they should; instead of failing.
+        held: The calls wait until somebody lets them go; then they do what they should, or fail.
         kill: The process is killed: just ``before`` the call, or with it ``torn`` in the middle.
     """
 
@@ -63,6 +65,7 @@ class Fault:
     errno: int = 0
     moves: int = 0
     delay_ms: int = 0
+    held: bool = False
     kill: str = ""
 
     def __str__(self) -> str:
@@ -71,6 +74,8 @@ class Fault:
     def _what(self) -> str:
         if self.kill:
             return {"before": "k0", "torn": "t0"}[self.kill]
+        if self.held:
+            return f"h{self.errno}"
         if self.delay_ms:
             return f"d{self.delay_ms}"
         return f"e{self.errno}" if self.errno else f"m{self.moves}"
@@ -236,16 +241,24 @@ def _serve(suite: FaultConformance) -> None:
     shim = ctypes.CDLL(None)
     for line in sys.stdin:
         request = json.loads(line)
-        shim.iofault_set(request.pop("faults").encode())
-        print(json.dumps(_transfer(suite, **request)), flush=True)
+        arm = partial(shim.iofault_set, request.pop("faults").encode())
+        print(json.dumps(_transfer(suite, arm, **request)), flush=True)
+        shim.iofault_set(b"")
 
 
 def _transfer(
-    suite: FaultConformance, *, path: str, op: str, offset: int, nbytes: int
+    suite: FaultConformance,
+    arm: Callable[[], object],
+    *,
+    path: str,
+    op: str,
+    offset: int,
+    nbytes: int,
 ) -> dict[str, Any]:
     data = aligned_buffer(nbytes, seed=1)
     buffer = data if op == "write" else aligned_buffer(nbytes)
     backend = suite.make_backend(Path(path).parent)
+    arm()
     submit = backend.write if op == "write" else backend.read
     try:
         moved = wait_for(submit(Path(path), offset, buffer))

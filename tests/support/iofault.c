@@ -9,6 +9,8 @@
  *   what   eN fails with errno N     mN moves only N bytes, m-1 half of them, pages from a page on
  *          dN first waits N ms       k  kills the process before the call
  *          t  writes half of the bytes, then kills (other calls are made, then it kills)
+ *          hN is held, then fails with errno N, or is made if N is 0: it says so in the FIFO
+ *             $IOFAULT_HOLD/held.OP and waits for somebody who opens $IOFAULT_HOLD/go.OP to write
  * What a short read leaves out is overwritten, so that a caller who takes it for complete is seen.
  * Faults and counters lie in shared memory: a parent arms its child, and reads the counters of a
  * dead one.
@@ -27,6 +29,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -105,6 +108,21 @@ typedef struct {
     long value;
 } fate_t;
 
+static int open_of(const char *what, const char *op, int flags) {
+    char path[PATH];
+    int fd;
+    snprintf(path, sizeof path, "%s/%s.%s", getenv("IOFAULT_HOLD"), what, op);
+    while ((fd = (int)syscall(SYS_open, path, flags)) < 0 && errno == EINTR) {} /* as a hung call */
+    return fd;
+}
+
+static void hold(const char *op) {
+    int fd = open_of("held", op, O_WRONLY);
+    if (syscall(SYS_write, fd, "!", 1) < 0) perror("iofault: hold");
+    close(fd);
+    close(open_of("go", op, O_RDONLY));
+}
+
 static fate_t judge(const char *op, const char *path) {
     fate_t found = {0, 0};
     useconds_t delay = 0;
@@ -121,6 +139,10 @@ static fate_t judge(const char *op, const char *path) {
     }
     if (delay) usleep(delay);
     if (found.what == 'k') die();
+    if (found.what == 'h') {
+        hold(op);
+        found.what = found.value ? 'e' : 0;
+    }
     return found;
 }
 

@@ -8,7 +8,7 @@ import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from checkpoint.verify import verify
 from megatrain import run
@@ -326,7 +326,7 @@ class Train(Program):
 
     name = "train"
     computes = True
-    changes: Mapping[str, Any] = {}
+    changes: ClassVar[Mapping[str, Any]] = {}
 
     @property
     def command(self) -> Command:
@@ -370,7 +370,7 @@ class ResumeInRam(Resume):
     """The same with a part of the state in RAM, and a commit every second step."""
 
     name = "resume in RAM"
-    changes = {"memory__resident": "100KiB", "store__commit_every": 2}
+    changes: ClassVar = {"memory__resident": "100KiB", "store__commit_every": 2}
 
 
 PROGRAMS: Sequence[Callable[[Site, Children], Program]] = (

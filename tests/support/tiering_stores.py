@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -55,10 +56,13 @@ def small_chunks(chunk_length: int = 4096) -> Iterator[None]:
         records_module.CHUNK_LENGTH = before
 
 
+@functools.lru_cache(maxsize=256)
 def content(record: Record, seed: int) -> np.ndarray:
     """Return the bytes of a record in the state ``seed``; a shared one has one state."""
     key = [0 if record.shared else seed, *record.name.encode()]
-    return np.random.default_rng(key).integers(0, 256, record.nbytes, dtype=np.uint8)
+    data = np.random.default_rng(key).integers(0, 256, record.nbytes, dtype=np.uint8)
+    data.flags.writeable = False
+    return data
 
 
 def put(writer: StoreWriter, slot: int, record: Record, data: np.ndarray) -> Table:

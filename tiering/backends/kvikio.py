@@ -23,6 +23,7 @@ import kvikio.defaults
 import kvikio.statistics
 import numpy as np
 
+from tiering import fsops
 from tiering.backends.driver import find_driver
 from tiering.backends.open_files import OpenFiles
 from tiering.backends.posix import (
@@ -178,9 +179,12 @@ class KvikioBackend:
         )
 
     def _submit(self, request: _Request) -> Future[int]:
-        return self._threads.submit(self._transfer, request)
+        ended = None
+        if request.action == "write" and isinstance(request.buffer, memoryview):
+            ended = fsops.begin_write(request.path, request.offset, request.buffer)
+        return self._threads.submit(self._transfer, request, ended)
 
-    def _transfer(self, request: _Request) -> int:
+    def _transfer(self, request: _Request, ended: fsops.Ended | None) -> int:
         if not request.nbytes:
             return 0
         try:
@@ -190,6 +194,8 @@ class KvikioBackend:
             moved, failure = -1, str(error)
         if moved != request.nbytes:
             self._settle(request, failure)
+        if ended is not None:
+            ended()  # here, so that whoever waits for the future comes after it
         return request.nbytes
 
     def _move(self, request: _Request) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from tiering import fsops
 from tiering.backends.open_files import OpenFiles
 from tiering.errors import StorageError
 from tiering.records import ALIGNMENT
@@ -92,14 +93,26 @@ class PosixBackend:
         view = view.cast("B")
         require_aligned(path, offset, view, self.alignment)
         pieces = [
-            self._threads.submit(
-                self._transfer, action, move, path, offset + at, view[at : at + REQUEST_NBYTES]
-            )
+            self._submit_piece(action, move, path, offset + at, view[at : at + REQUEST_NBYTES])
             for at in range(0, len(view), REQUEST_NBYTES)
         ]
         return pieces[0] if len(pieces) == 1 else joined(pieces, offset, len(view))
 
-    def _transfer(self, action: str, move: _Move, file: File, offset: int, view: memoryview) -> int:
+    def _submit_piece(
+        self, action: str, move: _Move, file: File, offset: int, view: memoryview
+    ) -> Future[int]:
+        ended = fsops.begin_write(file, offset, view) if action == "write" else None
+        return self._threads.submit(self._transfer, action, move, file, offset, view, ended)
+
+    def _transfer(
+        self,
+        action: str,
+        move: _Move,
+        file: File,
+        offset: int,
+        view: memoryview,
+        ended: fsops.Ended | None,
+    ) -> int:
         wanted = len(view)
         with ExitStack() as stack:
             try:
@@ -112,6 +125,8 @@ class PosixBackend:
                 done += moved
                 if moved == 0:
                     raise _failed(action, file, code, offset + done, wanted, done)
+        if ended is not None:
+            ended()  # here, so that whoever waits for the future comes after it
         return done
 
 

@@ -1,0 +1,121 @@
+"""Enumerate what a power cut may leave of everything that changes a store, and check all of it.
+
+    nice python scripts/power_cuts.py                      # every scenario, thoroughly
+    nice python scripts/power_cuts.py commits --needed     # which sync is needed for what
+
+Needs root: each drive is a file system of its own, in memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import logging
+import re
+import time
+from collections.abc import Callable, Iterator
+
+from tests.support.power_cut import History, Sync
+from tests.support.power_cut_images import THOROUGH, Bounds, Search, Violation
+from tests.support.power_cut_scenarios import Scenario, Workplace, workplace
+
+SCENARIOS: dict[str, Callable[[Workplace], Scenario]] = {
+    "commits": lambda place: place.commits(1),
+    "commits, two retained": lambda place: place.commits(2),
+    "slots": Workplace.more_slots,
+    "creation": Workplace.creation,
+    "creation given up": Workplace.creation_given_up,
+    "recode": Workplace.recoding,
+    "move": lambda place: place.moving("pq", "qr"),
+    "move out of the store": lambda place: place.moving("", "pq"),
+    "move together": lambda place: place.moving("pqr", "r"),
+    "attach": Workplace.attaching,
+}
+QUICK = Bounds(stride=8, each=4, random_subsets=1)
+CAREFUL = Bounds(every_subset_of=5, each=16, random_subsets=8, stride=3)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("scenarios", nargs="*", default=list(SCENARIOS), help="default: all")
+    parser.add_argument("--needed", action="store_true", help="leave out each sync in turn")
+    parser.add_argument("--quick", action="store_true", help="fewer images")
+    arguments = parser.parse_args()
+    logging.disable(logging.CRITICAL)
+    for name in arguments.scenarios:
+        if arguments.needed:
+            show_needed(name)
+        else:
+            show_counts(name, QUICK if arguments.quick else THOROUGH)
+
+
+def show_counts(name: str, bounds: Bounds) -> None:
+    """Print how many images there were, and each kind of violation once."""
+    begin = time.process_time()
+    with workplace() as place:
+        scenario = SCENARIOS[name](place)
+        search = Search(check=scenario.check, bounds=bounds, collect=True)
+        count = search.run(History(scenario.recording))
+        if name.startswith("commits"):
+            resume_everywhere(place, scenario, search, 2 if "two" in name else 1)
+    print(f"{name}: {count}, {time.process_time() - begin:.0f} s", flush=True)
+    kinds = collections.Counter(plain(str(v.error)) for v in search.violations)
+    for kind, times in kinds.most_common():
+        example = next(v for v in search.violations if plain(str(v.error)) == kind)
+        print(f"  {times} violations like: {example}")
+
+
+def resume_everywhere(place: Workplace, scenario: Scenario, search: Search, retain: int) -> None:
+    """Kill the commits before each of their steps, go on after that, then cut the power."""
+    for step in scenario.recording.steps:
+        resumed = place.resumed(scenario, step.begin, retain)
+        search.run(History(resumed.recording), since=step.begin)
+
+
+def plain(text: str) -> str:
+    return re.sub(r"[0-9a-f]{8,}|tmp\w+|\d+", "#", text)[:120]
+
+
+def show_needed(name: str) -> None:
+    """Print for each sync what goes wrong without it."""
+    with workplace() as place:
+        for scenario, history, since, title in histories(name, place):
+            print(f"{title}\n| where | sync | without it |\n|---|---|---|", flush=True)
+            searched = Search(check=scenario.check, bounds=QUICK)
+            searched.run(history, since=since)
+            for sync in history.syncs:
+                if sync.step.begin > since:
+                    found = without(history, sync, scenario, since)
+                    print(f"| {sync.step.where} | {described(sync)} | {found} |", flush=True)
+
+
+def histories(name: str, place: Workplace) -> Iterator[tuple[Scenario, History, int, str]]:
+    scenario = SCENARIOS[name](place)
+    yield scenario, History(scenario.recording), 0, name
+    if name == "commits":
+        rename = [s for s in scenario.recording.steps if s.operation.path.name == "zarr.json"]
+        time = next(s.begin for s in rename if s.operation.action == "rename")
+        resumed = place.resumed(scenario, time)
+        yield resumed, History(resumed.recording), time, f"{name}, killed after the rename"
+
+
+def described(sync: Sync) -> str:
+    return re.sub(r"megatrain-\w+", "FOLDER", re.sub(r"tmp\w+/", "", str(sync.step)))
+
+
+def without(history: History, sync: Sync, scenario: Scenario, since: int) -> str:
+    for bounds in (QUICK, CAREFUL):
+        try:
+            Search(check=scenario.check, bounds=bounds).run(history.without(sync), since=since)
+        except Violation as violation:
+            return shortened(f"{type(violation.error).__name__}: {violation.error}")
+    return "nothing found"
+
+
+def shortened(text: str) -> str:
+    text = re.sub(r"/\S*/(?=store)", "", " ".join(text.split()))
+    return re.sub(r"[0-9a-f]{9,}", "...", text)[:110].replace("|", "/")
+
+
+if __name__ == "__main__":
+    main()

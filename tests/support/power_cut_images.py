@@ -1,0 +1,253 @@
+"""The disk images that a power cut may leave, and the search among them for one that is wrong."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import random
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.support.power_cut import Effect, History, Part, Tree, materialise
+
+SECTOR, PAGE = 512, 4096
+_IN_SLOT = re.compile(r"/slots/\d+/|/(\d+|shared[^/.]*)\.[^/]*$")
+
+Choice = tuple[bool | Part, ...]  # for each effect that may be lost: lost, there, or in part
+Check = Callable[[Any], None]  # gets what is allowed; raises if the files are anything else
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """How many images are made at each point.
+
+    Attributes:
+        every_subset_of: Up to so many effects that may be lost, every subset of them.
+        each: Of how many of them it is tried to lose only them, all else, or what comes after;
+            the newest and a draw of the others.
+        random_subsets: How many more are drawn, with effects in part among them.
+        parts_alone: Whether an effect in part is also tried with all others lost.
+        stride: Of the points where a slot or its shards are filled or removed, which are many
+            and alike, every so many are taken.
+    """
+
+    every_subset_of: int = 3
+    each: int = 6
+    random_subsets: int = 2
+    parts_alone: bool = False
+    stride: int = 4
+
+
+THOROUGH = Bounds(every_subset_of=7, each=1000, random_subsets=24, parts_alone=True, stride=1)
+
+
+class Violation(AssertionError):
+    """A power cut at ``point`` may leave something that the check refuses."""
+
+    def __init__(self, history: History, time: int, image: str, error: BaseException) -> None:
+        self.error = error
+        last = [e.text for e in history.effects if e.begin <= time][-1:]
+        super().__init__(f"cut after {last}, {image}: {type(error).__name__}: {error}")
+
+
+@dataclass(slots=True)
+class Count:
+    """How much was tried: points in time, images, and those of them that differ."""
+
+    points: int = 0
+    images: int = 0
+    different: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.points} points, {self.images} images, {self.different} of them different"
+
+
+@dataclass(slots=True, kw_only=True)
+class Search:
+    """Materialises and checks the images of histories, each one only once.
+
+    With ``collect`` it goes on after a violation, and keeps it in ``violations``.
+    """
+
+    check: Check
+    collect: bool = False
+    violations: list[Violation] = field(default_factory=list)
+    bounds: Bounds = field(default_factory=Bounds)
+    seed: int = 0
+    count: Count = field(default_factory=Count)
+    _seen: set[Any] = field(default_factory=set)
+
+    def run(self, history: History, *, since: int = 0) -> Count:
+        """Check every image of every point from ``since`` on.
+
+        Raises:
+            Violation: One of them is wrong.
+        """
+        chance = random.Random(self.seed)
+        durable = history.durable_from()
+        for time in self._points(history, since):
+            self.count.points += 1
+            begun = [
+                (effect, durable[number] <= time)
+                for number, effect in enumerate(history.effects)
+                if effect.begin <= time
+            ]
+            pending = [effect for effect, settled in begun if not settled]
+            for text, choice in choices(pending, self.bounds, chance):
+                self.count.images += 1
+                self._try(history, time, text, history.tree(_chosen(begun, choice)))
+        return self.count
+
+    def _points(self, history: History, since: int) -> Iterator[int]:
+        skipped = 0
+        bulk = {effect.begin for effect in history.effects if _is_bulk(effect)}
+        for time in history.points():
+            skipped = (skipped + 1) % self.bounds.stride if time in bulk else 0
+            if time >= since and not skipped:
+                yield time
+
+    def _try(self, history: History, time: int, text: str, tree: Tree) -> None:
+        allowed = history.allowed(time)
+        key = (frozenset(i for i in tree.items() if not i[0].endswith("LOCK")), str(allowed))
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        self.count.different += 1
+        materialise(tree, history.root)
+        try:
+            self.check(allowed)
+        except Exception as error:
+            found = Violation(history, time, text, error)
+            if not self.collect:
+                raise found from error
+            self.violations.append(found)
+
+
+def _is_bulk(effect: Effect) -> bool:
+    """Whether it is one of many that fill or remove a slot."""
+    return not effect.text.startswith("rename") and _IN_SLOT.search(str(effect.path)) is not None
+
+
+def _chosen(
+    begun: Sequence[tuple[Effect, bool]], choice: Choice
+) -> list[tuple[Effect, Part | None]]:
+    chosen: list[tuple[Effect, Part | None]] = []
+    choices_left = iter(choice)
+    there: set[int] = set()
+    for effect, settled in begun:
+        how = True if settled else next(choices_left)
+        if how is False or (effect.needs is not None and id(effect.needs) not in there):
+            continue
+        there.add(id(effect))
+        chosen.append((effect, how if isinstance(how, Part) else None))
+    return chosen
+
+
+# -- which of them --------------------------------------------------------------------------------
+
+
+def choices(
+    pending: Sequence[Effect], bounds: Bounds, chance: random.Random
+) -> Iterator[tuple[str, Choice]]:
+    """Yield which effects reached the drive, in words and as a choice."""
+    n = len(pending)
+    yield "all lost", (False,) * n
+    yield "nothing lost", (True,) * n
+    if n <= bounds.every_subset_of:
+        for choice in itertools.product((False, True), repeat=n):
+            yield _words(pending, choice), choice
+    else:
+        yield from _systematic(pending, _some(n, bounds, chance))
+    yield from _in_part(pending, _some(n, bounds, chance), bounds)
+    for _ in range(bounds.random_subsets if n > 1 else 0):
+        drawn = tuple(_draw(effect, chance) for effect in pending)
+        yield _words(pending, drawn), drawn
+
+
+def _some(n: int, bounds: Bounds, chance: random.Random) -> list[int]:
+    """Return the newest of ``n`` and a draw of the others."""
+    newest = max(0, n - bounds.each // 2)
+    others = chance.sample(range(newest), min(newest, bounds.each - (n - newest)))
+    return sorted([*others, *range(newest, n)])
+
+
+def _systematic(pending: Sequence[Effect], some: Sequence[int]) -> Iterator[tuple[str, Choice]]:
+    n = len(pending)
+    for k in some:
+        effect = pending[k]
+        yield f"only {effect.text}", tuple(i == k for i in range(n))
+        yield f"all but {effect.text}", tuple(i != k for i in range(n))
+        yield f"nothing after {effect.text}", tuple(i <= k for i in range(n))
+    names = tuple(effect.folder >= 0 for effect in pending)
+    yield "names without bytes", names
+    yield "bytes without names", tuple(not name for name in names)
+    for device in sorted({effect.device for effect in pending}):
+        there = tuple(effect.device == device for effect in pending)
+        yield f"only what is on device {device}", there
+        yield f"only the names on device {device}", tuple(map(operator.and_, there, names))
+        yield f"all but what is on device {device}", tuple(not here for here in there)
+
+
+def _in_part(
+    pending: Sequence[Effect], some: Sequence[int], bounds: Bounds
+) -> Iterator[tuple[str, Choice]]:
+    lengths = tuple(
+        effect.folder >= 0 or Part(text="", kept=(), lengthened=True) for effect in pending
+    )
+    yield "names and lengths without bytes", lengths
+    for device in sorted({effect.device for effect in pending}):
+        there = (effect.device == device for effect in pending)
+        text = f"only names and lengths on device {device}"
+        yield text, tuple(here and how for here, how in zip(there, lengths, strict=True))
+    for k in some:
+        effect = pending[k]
+        for part in parts(effect):
+            text = f"of {effect.text} {part.text}"
+            yield f"{text}, all else", tuple(i != k or part for i in range(len(pending)))
+            if bounds.parts_alone:
+                yield f"{text}, nothing else", tuple(i == k and part for i in range(len(pending)))
+
+
+def parts(effect: Effect) -> list[Part]:
+    """Return the ways in which a write may reach the drive in part."""
+    n = len(effect.data)
+    if not n:
+        return []
+
+    def part(text: str, *kept: tuple[int, int], lengthened: bool) -> Part:
+        return Part(text=text, kept=kept, lengthened=lengthened)
+
+    found = [part("only the length", lengthened=True)]
+    if n <= SECTOR:
+        return found
+    last = (n - 1) // SECTOR * SECTOR
+    found += [
+        part("the first sector", (0, SECTOR), lengthened=False),
+        part("all but the first sector", (SECTOR, n), lengthened=True),
+        part("all but the last sector", (0, last), lengthened=True),
+    ]
+    if n > 2 * SECTOR:
+        odd = tuple((at, min(at + SECTOR, n)) for at in range(SECTOR, n, 2 * SECTOR))
+        found.append(part("every second sector", *odd, lengthened=True))
+    if n > PAGE:
+        found.append(part("the first page", (0, PAGE), lengthened=False))
+        found.append(part("all but the first page", (PAGE, n), lengthened=True))
+    return found
+
+
+def _draw(effect: Effect, chance: random.Random) -> bool | Part:
+    if effect.data and chance.random() < 0.3:
+        return chance.choice(parts(effect))
+    return chance.random() < 0.5
+
+
+def _words(pending: Sequence[Effect], choice: Choice) -> str:
+    lost = [effect.text for effect, how in zip(pending, choice, strict=True) if how is False]
+    torn = [
+        f"{effect.text} {how.text}"
+        for effect, how in zip(pending, choice, strict=True)
+        if isinstance(how, Part)
+    ]
+    return f"lost: {lost}, in part: {torn}"

@@ -1,0 +1,279 @@
+"""Whatever changes a store, recorded, with what a power cut may leave of it.
+
+What is allowed is a set of steps, one of which the current generation is of; None: no store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from checkpoint.recode import Cut, recode
+from tests.support.loops import memory_mount
+from tests.support.power_cut import History, Recording, materialise
+from tests.support.tiering_stores import (
+    assert_state,
+    equal_rates,
+    fill,
+    make_store,
+    memory_folder,
+    small_chunks,
+    small_record,
+)
+from tiering.attaching import attach_drives
+from tiering.errors import RefusedError
+from tiering.moving import move_store
+from tiering.slots import slot_folder
+from tiering.store import StoreWriter, create_store, open_reader, open_writer
+from tiering.zarr_documents import shard_index
+
+RECORDS = (
+    small_record("a", "float32", 4097),
+    small_record("c", "float32", 3, shared=True),
+    small_record("d", "float32", 4097, codec="blosc-lz4-bitshuffle"),
+)
+
+Allowed = frozenset[int | None]
+
+
+def allowed(*steps: int | None) -> Allowed:
+    return frozenset(steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """What was done, and the check of what a power cut leaves of it."""
+
+    recording: Recording
+    check: Callable[[Allowed], None]
+
+
+class Workplace:
+    """A folder in memory with a place for a store, and file systems mounted in it for drives."""
+
+    def __init__(self, folder: Path, drives: Mapping[str, Path]) -> None:
+        self.folder = folder
+        self.drives = drives
+        self.store = folder / "store"
+
+    def make(self, names: str = "pq", *, slots: int = 2) -> None:
+        """Make the store, with its generation 1."""
+        drives = [self.drives[name] for name in names]
+        make_store(self.store, records=RECORDS, drives=drives, slots=slots)
+
+    # -- what has to be true after a power cut ---------------------------------------------------
+
+    def assert_whole(self, allowed: Allowed) -> list[int]:
+        """Check every byte of every listed generation, and return their steps."""
+        with open_reader(self.store) as reader:
+            assert reader.manifest.step in allowed, f"step {reader.manifest.step}"
+            assert_state(reader, reader.manifest.step)
+            generations = reader.root.generations
+        for generation in generations[:-1]:
+            with open_reader(self.store, generation=generation.number) as reader:
+                assert_state(reader, generation.step)
+        return [generation.step for generation in generations]
+
+    def assert_goes_on(self, retain: int = 1) -> None:
+        """Check that another step can be committed, and leaves nothing of what was lost."""
+        with open_writer(self.store) as writer:
+            writer.ensure_slots(retain + 1)
+            fill(writer, 9, retain=retain)
+            assert_indexes(writer)
+            assert writer.root is not None
+            listed = {str(generation.number) for generation in writer.root.generations}
+        self.assert_whole(allowed(9))
+        assert {path.name for path in (self.store / "manifests").iterdir()} == listed
+        assert not (self.store / "CREATING").exists()
+
+    def assert_clean(self, names: str) -> None:
+        """Check that exactly these drives have a folder, and that every link has its file."""
+        found = {name: list(drive.iterdir()) for name, drive in self.drives.items()}
+        assert {name: len(inside) for name, inside in found.items() if inside} == dict.fromkeys(
+            names, 1
+        ), f"folders on drives: {found}"
+        linked = {link.resolve() for link in self.store.glob("slots/*/*/c/*")}
+        files = {
+            path for inside in found.values() for folder in inside for path in folder.iterdir()
+        }
+        assert linked <= files
+        assert {link.resolve() for link in (self.store / "drives").iterdir()} == {
+            folder for inside in found.values() for folder in inside
+        }
+
+    # -- what can be done to a store -------------------------------------------------------------
+
+    def commits(self, retain: int) -> Scenario:
+        """Open a store and commit twice."""
+        self.make(slots=retain + 1)
+        for seed in range(2, retain + 1):
+            with open_writer(self.store) as writer:
+                fill(writer, seed, retain=retain)
+
+        def check(steps: Allowed) -> None:
+            assert len(self.assert_whole(steps)) == retain
+            self.assert_goes_on(retain)
+
+        recording = Recording(self.folder)
+        recording.allow(allowed(retain))
+        with recording.running(), open_writer(self.store) as writer:
+            for step in (retain + 1, retain + 2):
+                recording.allow(allowed(step - 1, step))
+                fill(writer, step, retain=retain)
+                recording.allow(allowed(step))
+        return Scenario(recording=recording, check=check)
+
+    def more_slots(self) -> Scenario:
+        """Repair a slot, make another and reserve them, then commit to one."""
+        self.make(slots=2)
+        next(self.drives["p"].glob("*/1.a.0")).unlink()
+
+        def check(steps: Allowed) -> None:
+            self.assert_whole(steps)
+            self.assert_goes_on(2)
+
+        recording = Recording(self.folder)
+        recording.allow(allowed(1, 2))
+        with recording.running(), open_writer(self.store) as writer:
+            writer.ensure_slots(3)
+            writer.reserve()
+            fill(writer, 2)
+            recording.allow(allowed(2))
+        return Scenario(recording=recording, check=check)
+
+    def creation(self) -> Scenario:
+        """Create a store."""
+        recording = Recording(self.folder)
+        recording.allow(allowed(None, 1))
+        with recording.running(), self._created() as writer:
+            fill(writer, 1)
+            recording.allow(allowed(1))
+        return Scenario(recording=recording, check=self._check_created)
+
+    def creation_given_up(self) -> Scenario:
+        """Create a store and leave it without a commit."""
+        recording = Recording(self.folder)
+        recording.allow(allowed(None))
+        with recording.running(), self._created():
+            pass
+        return Scenario(recording=recording, check=self._check_created)
+
+    def _created(self):  # type: ignore[no-untyped-def]
+        return create_store(
+            self.store,
+            records=RECORDS,
+            schema_files={"schema.json": b"{}", "chat/template": b"\xff"},
+            drives=[self.drives[name] for name in "pq"],
+            slots=2,
+            measure=equal_rates,
+        )
+
+    def _check_created(self, steps: Allowed) -> None:
+        try:
+            self.assert_whole(steps)
+        except RefusedError as error:
+            assert "no store" in str(error)  # noqa: PT017
+            assert None in steps, "there is no store any more"
+            self.make()
+            self.assert_whole(allowed(1))
+        else:
+            self.assert_goes_on()
+        self.assert_clean("pq")
+
+    def recoding(self) -> Scenario:
+        """Give records other codecs and shards."""
+        self.make()
+
+        def check(steps: Allowed) -> None:
+            self.assert_whole(steps)
+            self.assert_goes_on()
+
+        recording = Recording(self.folder)
+        recording.allow(allowed(1))
+        with recording.running():
+            recode(self.store, Cut(codec="", records=("d",)))
+            recode(self.store, Cut(codec="blosc-zstd-shuffle", shard_nbytes=8192))
+        return Scenario(recording=recording, check=check)
+
+    def moving(self, begin: str = "pq", end: str = "qr") -> Scenario:
+        """Move a store with two generations and a free slot to other drives."""
+        self.make(begin, slots=3)
+        with open_writer(self.store) as writer:
+            fill(writer, 2, retain=2)
+
+        def move() -> None:
+            folders = [self.drives[name] for name in end]
+            move_store(self.store, folders, measure=equal_rates)
+
+        def check(steps: Allowed) -> None:
+            assert self.assert_whole(steps) == [1, 2]
+            move()
+            assert self.assert_whole(steps) == [1, 2]
+            self.assert_clean(end)
+            self.assert_goes_on(2)
+
+        recording = Recording(self.folder)
+        recording.allow(allowed(2))
+        with recording.running():
+            move()
+        return Scenario(recording=recording, check=check)
+
+    def attaching(self) -> Scenario:
+        """Rename the folders of the drives and attach them."""
+        self.make()
+        for drive in self.drives.values():
+            for folder in list(drive.iterdir()):
+                folder.rename(drive / "renamed")
+
+        def attach() -> None:
+            attach_drives(self.store, [self.drives[name] for name in "pq"])
+
+        def check(steps: Allowed) -> None:
+            if None in steps:
+                attach()
+            self.assert_whole(steps)
+            self.assert_goes_on()
+
+        recording = Recording(self.folder)
+        recording.allow(allowed(None, 1))
+        with recording.running():
+            attach()
+            recording.allow(allowed(1))
+        return Scenario(recording=recording, check=check)
+
+    # -- a kill before the power cut -------------------------------------------------------------
+
+    def resumed(self, before: Scenario, time: int, retain: int = 1) -> Scenario:
+        """Kill ``before`` at ``time``, lose nothing by that, open the store and commit again."""
+        killed = before.recording.killed(time)
+        materialise(History(killed).visible(), self.folder)
+        recording = Recording(self.folder, killed)
+        with recording.running(), open_writer(self.store) as writer:
+            step = writer.manifest.step
+            recording.allow(allowed(step))
+            writer.ensure_slots(retain + 1)
+            recording.allow(allowed(step, step + 1))
+            fill(writer, step + 1, retain=retain)
+            recording.allow(allowed(step + 1))
+        return Scenario(recording=recording, check=before.check)
+
+
+def assert_indexes(writer: StoreWriter) -> None:
+    """Check that every file is a Zarr shard for whoever does not know the geometry."""
+    for slot in writer.slots:
+        for name, record in writer.records.items():
+            for shard in range(record.geometry.shard_count if record.codec is None else 0):
+                file = slot_folder(writer.path, slot) / name / "c" / str(shard)
+                assert file.read_bytes().endswith(shard_index(record, shard)), f"index of {file}"
+
+
+@contextmanager
+def workplace(drives: str = "pqr") -> Iterator[Workplace]:
+    """Lend a place with these drives."""
+    with small_chunks(), memory_folder() as folder, ExitStack() as stack:
+        mounts = {
+            name: stack.enter_context(memory_mount(folder, "tmpfs", name=name)) for name in drives
+        }
+        yield Workplace(folder, mounts)
