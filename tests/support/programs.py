@@ -6,7 +6,7 @@ import hashlib
 import json
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,11 +26,15 @@ _LEFT_OVER = (".unfinished", ".new", ".old")
 
 
 class Site:
-    """A folder with a tiny model and data, and ``work``, in which one command at a time works."""
+    """A folder with a model and data, and ``work``, in which one command at a time works.
 
-    def __init__(self, base: Path) -> None:
+    Without ``model`` it is a tiny one, for which the ``ram`` of a run is enough.
+    """
+
+    def __init__(self, base: Path, model: Path | None = None, ram: str = "64MiB") -> None:
         self.base = base
-        self.model = tiny_llama(base / "model")
+        self.model = model or tiny_llama(base / "model")
+        self._ram = ram
         self.data = token_rows(base / "rows.jsonl")
         self.work = base / "work"
         self.store = self.work / "store"
@@ -48,6 +52,7 @@ class Site:
     def config(self, **changes: Any) -> RunConfig:
         """Return a run of 3 steps whose state and gradients wait on two drives."""
         settings = {
+            "memory__ram": self._ram,
             "memory__resident": 1,
             "memory__gradients": "disk",
             "train__accumulate": 1,
@@ -244,6 +249,11 @@ class Export(OfStore):
     def command(self) -> Command:
         return ["megatrain-ckpt", "export", self.site.store, self.site.out]
 
+    def again(self) -> Command:
+        if self.site.out.exists():  # and whole, or it would not be there
+            return ["megatrain-ckpt", "verify", self.site.store]
+        return self.command
+
     def result(self) -> Any:
         return _files(self.site.out)
 
@@ -273,6 +283,9 @@ class ExportOver(Export):
     @property
     def command(self) -> Command:
         return [*super().command, "--overwrite"]
+
+    def again(self) -> Command:
+        return self.command
 
     def prepare(self) -> None:
         super().prepare()
@@ -373,7 +386,7 @@ class ResumeInRam(Resume):
     changes: ClassVar = {"memory__resident": "100KiB", "store__commit_every": 2}
 
 
-PROGRAMS: Sequence[Callable[[Site, Children], Program]] = (
+PROGRAMS: Sequence[type[Program]] = (
     Convert,
     ConvertEncoded,
     Train,
