@@ -20,6 +20,9 @@ from tiering.errors import StorageError
 
 UNFINISHED = ".unfinished"  # ends the name of a file that is still being written
 
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
 Buffer = memoryview | bytes | bytearray
 
 
@@ -277,6 +280,25 @@ def replace(source: Path, target: Path) -> None:
         os.replace(source, target)
 
 
+def exchange(one: Path, other: Path) -> bool:
+    """Exchange two names in one step, durable once their folders are synced; False if it cannot be.
+
+    Raises:
+        StorageError: It could be, and failed.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):
+        return False
+    with _step("exchange", other):
+        names = (_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other))
+        if libc.renameat2(*names, _RENAME_EXCHANGE) == 0:
+            return True
+        code = ctypes.get_errno()
+        if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+            return False
+        raise OSError(code, os.strerror(code))
+
+
 def symlink(target: str, path: Path) -> None:
     """Create the link ``path`` to ``target``, durable once its folder is synced."""
     with _step("link", path, source=target):
@@ -300,9 +322,16 @@ def remove_tree(path: Path) -> None:
     if path.is_symlink() or path.is_file():
         unlink(path)
     elif path.is_dir():
-        for child in sorted(path.iterdir()):
+        for child in _children(path):
             remove_tree(child)
         remove_dir(path)
+
+
+def _children(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError as error:
+        raise StorageError("remove", folder, errno=error.errno or 0) from error
 
 
 def fsync_file(path: Path) -> None:

@@ -134,7 +134,11 @@ def _write_shard(path: Path, shard: OutputShard, content: Content) -> None:
                 if moved != tensor.nbytes:
                     raise StorageError("write", path, wanted=tensor.nbytes, moved=moved)
     except OSError as error:
-        raise StorageError("write", path, errno=error.errno or 0) from error
+        wanted = len(header) + shard.nbytes
+        moved = path.stat().st_size if path.exists() else 0
+        raise StorageError(
+            "write", path, errno=error.errno or 0, offset=moved, wanted=wanted, moved=moved
+        ) from error
     fsops.fsync_file(path)
 
 
@@ -182,18 +186,32 @@ def _check_target(out: Path, *, overwrite: bool) -> None:
 
 
 def _move_into_place(temporary: Path, out: Path) -> None:
-    """Rename, with the old folder out of the way until the new one is in place."""
-    old = temporary.with_name(f"{temporary.name}.old") if out.exists() else None
-    if old:
-        fsops.replace(out, old)
-    try:
+    """Give the new folder its name; the one that had it is removed when that is durable."""
+    replaces = out.exists()
+    if replaces:
+        _swap(temporary, out)
+    else:
         fsops.replace(temporary, out)
+    try:
         fsops.fsync_dir(out.parent)
     except BaseException:
-        if out.exists():  # in place, but perhaps not for good
+        if replaces:
+            _swap(temporary, out)
+        else:
             fsops.replace(out, temporary)
-        if old:
-            fsops.replace(old, out)
         raise
-    if old:
-        fsops.remove_tree(old)
+    fsops.remove_tree(temporary)
+
+
+def _swap(one: Path, other: Path) -> None:
+    """Exchange the names of two folders; in one step where the file system has one for it."""
+    if fsops.exchange(one, other):
+        return
+    aside = one.with_name(f"{one.name}.old")
+    fsops.replace(other, aside)
+    try:
+        fsops.replace(one, other)
+    except BaseException:
+        fsops.replace(aside, other)
+        raise
+    fsops.replace(aside, one)

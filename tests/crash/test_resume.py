@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import random
-import shutil
 import signal
 import time
 from pathlib import Path
@@ -15,7 +13,6 @@ from typing import Any
 import pytest
 
 from megatrain import run
-from megatrain.config import RunConfig
 from megatrain.trainer import Stop
 from tests.support.runs import (
     Quiet,
@@ -46,72 +43,10 @@ def processes() -> Any:
     return context
 
 
-def work(config: str, started: Any) -> None:
-    """Begin the run, or go on with it; say when the first step is done."""
-    configuration = RunConfig.from_json(config)
-    observer = Quiet(lambda row: started.set())
-    store = configuration.out / "store"
-    begun = run.is_store(store) and (configuration.out / run.METRICS_FILE).exists()
-    try:
-        if begun and has_run(store):
-            run.resume(configuration.out, (), observer, Stop())
-        else:
-            run.train(configuration, observer, Stop())
-    finally:
-        started.set()
-
-
-def has_run(store: Path) -> bool:
-    with open_reader(store) as reader:
-        return bool(reader.manifest.train_state)
-
-
-def alone(processes: Any, config: RunConfig) -> int:
-    started = processes.Event()  # held: without its maker the child cannot open it
-    process = processes.Process(target=work, args=(config.to_json(), started))
-    process.start()
-    process.join(120)
-    return process.exitcode
-
-
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("inputs")
     return tiny_llama(folder / "model", tie=True), token_rows(folder / "rows.jsonl", count=20)
-
-
-KILLS = 8
-MEMORY = {
-    "disk": {"memory__resident": 1, "memory__gradients": "disk"},
-    "half, committed every 3 steps": {"memory__resident": "100KiB", "store__commit_every": 3},
-}
-
-
-@pytest.mark.parametrize("memory", MEMORY.values(), ids=MEMORY.keys())
-def test_killed_at_random_moments_it_ends_with_the_same_bits(tmp_path, processes, inputs, memory):
-    whole = run_config(*inputs, tmp_path / "whole", train__steps=12, **memory)
-    assert alone(processes, whole) == 0
-    expected, rows = read_state(tmp_path / "whole" / "store"), numbers(tmp_path / "whole")
-    rng, kills = random.Random(7), 0
-    config = run_config(*inputs, tmp_path / "killed", train__steps=12, **memory)
-    while kills < KILLS:
-        started = processes.Event()
-        process = processes.Process(target=work, args=(config.to_json(), started))
-        process.start()
-        started.wait(60)
-        process.join(rng.uniform(0.0, 0.15))
-        if process.is_alive():
-            os.kill(process.pid, signal.SIGKILL)
-            kills += 1
-        process.join()
-        assert process.exitcode in (0, -signal.SIGKILL)
-        if process.exitcode == 0:  # ended before the kill: begin once more
-            assert differing(expected, read_state(tmp_path / "killed" / "store")) == []
-            assert numbers(tmp_path / "killed") == rows
-            shutil.rmtree(tmp_path / "killed")
-    assert alone(processes, config) == 0
-    assert differing(expected, read_state(tmp_path / "killed" / "store")) == []
-    assert numbers(tmp_path / "killed") == rows
 
 
 def test_a_run_resumed_at_step_200_equals_the_uninterrupted_one(tmp_path, inputs):

@@ -94,7 +94,10 @@ class _Request:
 class Children:
     """Runs commands, one at a time, each in a new child."""
 
-    def __init__(self, shim: Path, modules: Sequence[str] = MODULES) -> None:
+    def __init__(
+        self, shim: Path, modules: Sequence[str] = MODULES, timeout_s: float = 120.0
+    ) -> None:
+        self._timeout_s = timeout_s
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.children", *modules],
             env={**faulty_environment(shim, ()), "OMP_NUM_THREADS": "1"},
@@ -108,14 +111,14 @@ class Children:
         command: Sequence[str | Path],
         *faults: Fault,
         kill: Kill | None = None,
-        timeout_s: float = 120.0,
+        timeout_s: float | None = None,
     ) -> Ended:
         """Run ``command``: ``megatrain``, ``megatrain-ckpt`` or ``module:function``, with words."""
         request = _Request(
             command=[str(word) for word in command],
             faults=as_text(faults),
             kill=asdict(kill) if kill else None,
-            timeout_s=timeout_s,
+            timeout_s=timeout_s or self._timeout_s,
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None

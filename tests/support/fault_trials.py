@@ -5,12 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from tests.support.children import Children, Ended
-from tests.support.faults import CALLS, HALF, Fault
+from tests.support.faults import HALF, Fault
 from tests.support.programs import Program
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -138,22 +138,12 @@ class Trial:
         )
 
 
-def count_calls(program: Program, children: Children) -> Mapping[str, int]:
-    """Return how many calls of each op the undisturbed command makes."""
-    program.reset()
-    part = f"{program.site.base}/"
-    faults = [Fault(op=op, path=part, after=_FOR_EVER) for op in CALLS]
-    ended = children.run(program.command, *faults)
-    assert ended.code == 0, ended.err
-    return dict(zip(CALLS, ended.seen, strict=True))
-
-
 def attempt(program: Program, children: Children, kind: FaultKind, number: int) -> Trial:
     """Run the command with one fault, judge what came of it, and go on without the fault."""
     program.reset()
     fault = kind.at(number, f"{program.site.base}/")
     ended = children.run(program.command, fault)
-    verdict, why = _judge(program, children, kind, ended)
+    verdict, why = _judge(program, kind, ended)
     return Trial(
         program=program.name,
         kind=kind.name,
@@ -165,14 +155,12 @@ def attempt(program: Program, children: Children, kind: FaultKind, number: int) 
     )
 
 
-def _judge(
-    program: Program, children: Children, kind: FaultKind, ended: Ended
-) -> tuple[Verdict, str]:
+def _judge(program: Program, kind: FaultKind, ended: Ended) -> tuple[Verdict, str]:
     if ended.hung:
         return Verdict.HUNG, ended.err[-3000:]
     if ended.code == 0:
         return _judge_success(program, kind, ended)
-    wrong = program.remains(ended) or _gone_on(program, children)
+    wrong = program.remains(ended) or program.go_on()
     if wrong:
         return Verdict.LOST, f"{wrong}\n{ended.err[-2000:]}"
     if untold := badly_told(ended, kind, str(program.site.base)):
@@ -188,13 +176,6 @@ def _judge_success(program: Program, kind: FaultKind, ended: Ended) -> tuple[Ver
     if kind.op == "sync" and not kind.passes:
         return Verdict.SILENT, "a failed sync, and all is said to be durable"
     return Verdict.HARMLESS, ""
-
-
-def _gone_on(program: Program, children: Children) -> str:
-    ended = children.run(program.again())
-    if ended.code != 0:
-        return f"cannot go on: {ended.err[-1500:]}"
-    return program.differs()
 
 
 def badly_told(ended: Ended, kind: FaultKind, base: str) -> str:

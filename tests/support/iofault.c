@@ -97,6 +97,7 @@ static void *kill_later(void *delay) {
 /* Kills the process after a while, whatever its threads do then. */
 void iofault_kill_in(long microseconds) {
     pthread_t thread;
+    if (!microseconds) die();
     if (pthread_create(&thread, NULL, kill_later, (void *)microseconds)) abort();
     pthread_detach(thread);
 }
@@ -124,20 +125,20 @@ static void hold(const char *op) {
 
 static fate_t judge(const char *op, const char *path) {
     fate_t found = {0, 0};
+    useconds_t delay = 0;
     for (int i = 0; i < shared->faults; i++) {
         fault_t *f = &shared->fault[i];
         if (strcmp(f->op, op) || !strstr(path, f->path)) continue;
         snprintf(shared->last, sizeof shared->last, "%s %.4000s", op, path);
         long seen = atomic_fetch_add(&f->seen, 1);
-        if (found.what || seen < f->after || seen - f->after >= f->count || (seen - f->after) % f->every) continue;
+        if (seen < f->after || seen - f->after >= f->count || (seen - f->after) % f->every) continue;
+        if (f->what == 'd') delay = (useconds_t)f->value * 1000;
+        else if (found.what) continue;
+        else found = (fate_t){f->what, f->value};
         atomic_fetch_add(&f->hits, 1);
-        found = (fate_t){f->what, f->value};
     }
+    if (delay) usleep(delay);
     if (found.what == 'k') die();
-    if (found.what == 'd') {
-        usleep((useconds_t)found.value * 1000);
-        found.what = 0;
-    }
     if (found.what == 'h') {
         hold(op);
         found.what = found.value ? 'e' : 0;
@@ -290,6 +291,8 @@ WHOLE(rmdir, fate_at("unlink", AT_FDCWD, p), FAILED, (const char *p), p)
 WHOLE(unlinkat, fate_at("unlink", d, p), FAILED, (int d, const char *p, int g), d, p, g)
 WHOLE(rename, fate_at("rename", AT_FDCWD, q), FAILED, (const char *p, const char *q), p, q)
 WHOLE(renameat, fate_at("rename", e, q), FAILED, (int d, const char *p, int e, const char *q), d, p, e, q)
+WHOLE(renameat2, fate_at("rename", e, q), FAILED,
+      (int d, const char *p, int e, const char *q, unsigned g), d, p, e, q, g)
 WHOLE(symlink, fate_at("link", AT_FDCWD, q), FAILED, (const char *p, const char *q), p, q)
 WHOLE(symlinkat, fate_at("link", d, q), FAILED, (const char *p, int d, const char *q), p, d, q)
 WHOLE(link, fate_at("link", AT_FDCWD, q), FAILED, (const char *p, const char *q), p, q)

@@ -6,15 +6,16 @@ import hashlib
 import json
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from checkpoint.verify import verify
 from megatrain import run
 from megatrain.config import RunConfig
 from megatrain.trainer import Stop
 from tests.support.children import Children, Ended
+from tests.support.faults import CALLS, Fault
 from tests.support.runs import Quiet, numbers, run_config, tiny_llama, token_rows
 from tiering.errors import MegatrainError
 from tiering.generations import MARKER
@@ -25,11 +26,15 @@ _LEFT_OVER = (".unfinished", ".new", ".old")
 
 
 class Site:
-    """A folder with a tiny model and data, and ``work``, in which one command at a time works."""
+    """A folder with a model and data, and ``work``, in which one command at a time works.
 
-    def __init__(self, base: Path) -> None:
+    Without ``model`` it is a tiny one, for which the ``ram`` of a run is enough.
+    """
+
+    def __init__(self, base: Path, model: Path | None = None, ram: str = "64MiB") -> None:
         self.base = base
-        self.model = tiny_llama(base / "model")
+        self.model = model or tiny_llama(base / "model")
+        self._ram = ram
         self.data = token_rows(base / "rows.jsonl")
         self.work = base / "work"
         self.store = self.work / "store"
@@ -47,8 +52,10 @@ class Site:
     def config(self, **changes: Any) -> RunConfig:
         """Return a run of 3 steps whose state and gradients wait on two drives."""
         settings = {
+            "memory__ram": self._ram,
             "memory__resident": 1,
             "memory__gradients": "disk",
+            "train__accumulate": 1,
             "store__drives": [str(drive) for drive in self.drives[:2]],
         }
         return run_config(self.model, self.data, self.run, **settings | changes)
@@ -61,10 +68,16 @@ class Site:
 class Program(ABC):
     """One command, as often as wanted from the same start.
 
-    ``name`` says what it is; ``expected`` is what it makes when nothing disturbs it.
+    Attributes:
+        name: What it is.
+        computes: Whether it does so on lanes.
+        expected: What it makes when nothing disturbs it.
+        calls: How many calls of each op it makes then.
+        elapsed_s: How long it took when it was last left alone.
     """
 
     name: str
+    computes = False
 
     def __init__(self, site: Site, children: Children) -> None:
         self.site = site
@@ -73,7 +86,9 @@ class Program(ABC):
         site.clear()
         self.prepare()
         shutil.copytree(site.work, self._template, symlinks=True)
-        self.must_run(self.command)
+        watched = [Fault(op=op, path=f"{site.base}/", after=1 << 40) for op in CALLS]
+        ended = self.must_run(self.command, *watched)
+        self.calls = dict(zip(CALLS, ended.seen, strict=True))
         self.expected = self.result()
 
     @property
@@ -105,10 +120,20 @@ class Program(ABC):
         shutil.rmtree(self.site.work, ignore_errors=True)
         shutil.copytree(self._template, self.site.work, symlinks=True)
 
-    def must_run(self, command: Command) -> None:
+    def must_run(self, command: Command, *watched: Fault) -> Ended:
         """Run a command that has to succeed."""
-        ended = self._children.run(command)
+        ended = self._children.run(command, *watched)
         assert ended.code == 0, f"{command}: {ended.code}\n{ended.err}"
+        self.elapsed_s = ended.elapsed_s
+        return ended
+
+    def go_on(self) -> str:
+        """Go on to the end after what came before; return what is wrong then, "" if nothing."""
+        ended = self._children.run(self.again())
+        if ended.code != 0:
+            return f"cannot go on: {ended.err[-2000:]}"
+        self.elapsed_s = ended.elapsed_s
+        return self.differs()
 
     def differs(self) -> str:
         """Return how what is there differs from what the undisturbed command makes; "" if not."""
@@ -134,8 +159,7 @@ def _left_over(work: Path) -> str:
     for path in sorted(work.rglob("*")):
         shard = path.is_file() and path.parent.name.startswith("megatrain-")
         orphan = shard and path.name != "drive.json" and path.resolve() not in linked
-        unfinished = path.name == MARKER or path.name.endswith(_LEFT_OVER)
-        if orphan or unfinished or ".partial-" in path.name:
+        if orphan or path.name.endswith(_LEFT_OVER) or ".partial-" in path.name:
             return f"leaves {path}"
     return ""
 
@@ -225,30 +249,30 @@ class Export(OfStore):
     def command(self) -> Command:
         return ["megatrain-ckpt", "export", self.site.store, self.site.out]
 
+    def again(self) -> Command:
+        if self.site.out.exists():  # and whole, or it would not be there
+            return ["megatrain-ckpt", "verify", self.site.store]
+        return self.command
+
     def result(self) -> Any:
         return _files(self.site.out)
 
     def remains(self, ended: Ended) -> str:
-        if ended.code < 0:  # then nobody could remove what is hidden
-            self._sweep()
-        elif wrong := self._unnamed(ended.err):
-            return f"leaves {wrong} and does not say so"
-        return super().remains(ended) or self._wrong_target(ended)
+        wrong = super().remains(ended) or self._wrong_target(ended)
+        hidden = list(self.site.work.glob(".out.partial-*"))
+        for path in hidden:
+            shutil.rmtree(path)
+        unnamed = [path.name for path in hidden if path.name not in ended.err]
+        if ended.code > 0 and unnamed:  # a kill leaves nobody who could remove it or say so
+            return wrong or f"leaves {unnamed[0]} and does not say so"
+        return wrong
 
     def _wrong_target(self, ended: Ended) -> str:
         if not self.site.out.exists():
             return ""
-        return "leaves a model's folder" if ended.code > 0 else self.differs()
-
-    def _unnamed(self, text: str) -> str:
-        hidden = list(self.site.work.glob(".out.partial-*"))
-        unnamed = [path.name for path in hidden if path.name not in text]
-        self._sweep()
-        return unnamed[0] if unnamed else ""
-
-    def _sweep(self) -> None:
-        for path in self.site.work.glob(".out.partial-*"):
-            shutil.rmtree(path)
+        if ended.code > 0:
+            return "leaves a model's folder"
+        return "" if _files(self.site.out) == self.expected else "half of a model"
 
 
 class ExportOver(Export):
@@ -260,6 +284,9 @@ class ExportOver(Export):
     def command(self) -> Command:
         return [*super().command, "--overwrite"]
 
+    def again(self) -> Command:
+        return self.command
+
     def prepare(self) -> None:
         super().prepare()
         shutil.copytree(self.site.model, self.site.out)
@@ -269,11 +296,12 @@ class ExportOver(Export):
     def _wrong_target(self, ended: Ended) -> str:
         if not self.site.out.exists():
             return "the other model is gone"
-        if _files(self.site.out) == self._before:
+        found = _files(self.site.out)
+        if found == self._before:
             return ""
-        if ended.code > 0 and not (set(self.site.work.glob("*.old")) and ".old/" in ended.err):
+        if ended.code > 0 and "cannot remove" not in ended.err:  # it may be there after all is done
             return "replaces the other model"
-        return self.differs()
+        return "" if found == self.expected else "half of a model"
 
 
 class Move(OfStore):
@@ -310,13 +338,15 @@ class Train(Program):
     """A run of 3 steps, its model's conversion included."""
 
     name = "train"
+    computes = True
+    changes: ClassVar[Mapping[str, Any]] = {}
 
     @property
     def command(self) -> Command:
         return ["megatrain", "train", self.site.run_file]
 
     def prepare(self) -> None:
-        self.site.run_file.write_text(self.site.config().to_json())
+        self.site.run_file.write_text(self.site.config(**self.changes).to_json())
 
     def result(self) -> Any:
         return {**content(self.site.run / "store"), "metrics": numbers(self.site.run)}
@@ -335,7 +365,7 @@ class Train(Program):
 
 
 class Resume(Train):
-    """The second half of a run whose state is in encoded shards, in RAM and on drives."""
+    """The rest of a run that was stopped after its first step."""
 
     name = "resume"
 
@@ -346,14 +376,22 @@ class Resume(Train):
     def prepare(self) -> None:
         super().prepare()
         stop = Stop()
-        run.train(self.site.config(), Quiet(lambda row: stop.request()), stop)
+        run.train(self.site.config(**self.changes), Quiet(lambda row: stop.request()), stop)
 
 
-PROGRAMS: Sequence[Callable[[Site, Children], Program]] = (
+class ResumeInRam(Resume):
+    """The same with a part of the state in RAM, and a commit every second step."""
+
+    name = "resume in RAM"
+    changes: ClassVar = {"memory__resident": "100KiB", "store__commit_every": 2}
+
+
+PROGRAMS: Sequence[type[Program]] = (
     Convert,
     ConvertEncoded,
     Train,
     Resume,
+    ResumeInRam,
     Export,
     ExportOver,
     Move,
