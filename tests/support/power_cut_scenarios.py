@@ -275,3 +275,17 @@ def workplace(drives: str = "pqr") -> Iterator[Workplace]:
             name: stack.enter_context(memory_mount(folder, "tmpfs", name=name)) for name in drives
         }
         yield Workplace(folder, mounts)
+
+
+SCENARIOS: Mapping[str, Callable[[Workplace], Scenario]] = {
+    "commits": lambda place: place.commits(1),
+    "commits, two retained": lambda place: place.commits(2),
+    "slots": Workplace.more_slots,
+    "creation": Workplace.creation,
+    "creation given up": Workplace.creation_given_up,
+    "recode": Workplace.recoding,
+    "move": lambda place: place.moving("pq", "qr"),
+    "move out of the store": lambda place: place.moving("", "pq"),
+    "move together": lambda place: place.moving("pqr", "r"),
+    "attach": Workplace.attaching,
+}
