@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from checkpoint.schema import SCHEMA_FILE, Schema
@@ -19,8 +20,38 @@ MAX_CHUNK_NBYTES = 8 * CHUNK_LENGTH
 
 
 def read_schema(store: OpenStore) -> Schema:
-    """Return the schema of a store."""
-    return Schema.decode(store.schema_file(SCHEMA_FILE))
+    """Return the schema of a store, whose records are those that it describes.
+
+    Raises:
+        CorruptionError: It is damaged, or the store holds something else.
+    """
+    names = set(store.schema_names())
+    if SCHEMA_FILE not in names:
+        raise CorruptionError(f"{store.path}: no {SCHEMA_FILE} among its schema files")
+    schema = Schema.decode(store.schema_file(SCHEMA_FILE))
+    if missing := sorted(schema.files.keys() - names):
+        raise CorruptionError(f"{store.path}: side file {missing[0]} is not in the store")
+    for what in unlike(schema, store.records):
+        raise CorruptionError(f"{store.path}: {what}")
+    return schema
+
+
+def unlike(schema: Schema, found: Mapping[str, Record]) -> Iterator[str]:
+    """Yield where records are not those that ``schema`` describes."""
+    wanted = {record.name: record for record in schema.records()}
+    for name in sorted(wanted.keys() | found.keys()):
+        if name not in found:
+            yield f"record {name} is in the schema but not in the store"
+        elif name not in wanted:
+            yield f"record {name} is in the store but not in the schema"
+        elif not agree(wanted[name], found[name]):
+            yield f"record {name} is not what the schema says"
+
+
+def agree(wanted: Record, found: Record) -> bool:
+    """Whether a record holds what the schema says, however its shards are cut and encoded."""
+    same = replace(found, codec=wanted.codec, shard_nbytes=wanted.shard_nbytes) == wanted
+    return same and wanted.attributes == found.attributes
 
 
 class CheckedReader:

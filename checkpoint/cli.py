@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -12,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from checkpoint.interrupts import EXIT_INTERRUPTED
 from checkpoint.sizes import format_size, parse_size
-from tiering.codecs import DEFAULT_CODEC
-from tiering.errors import MegatrainError, UsageError
+from tiering.errors import MegatrainError, StorageError, UsageError
+from tiering.records import DEFAULT_CODEC
 
 if TYPE_CHECKING:
     from checkpoint.plan import Plan
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
 
 EXIT_FINDINGS = 1
 EXIT_STORAGE = 5
-EXIT_INTERRUPTED = 130
 
 _LAYOUTS = ("fp32", "split", "split8")
 _FORMATS = ("hf", "zarr", "dcp")
@@ -36,14 +37,26 @@ class ErrorGroup(click.Group):
         """Run the command."""
         try:
             return super().invoke(ctx)
-        except MegatrainError as error:
-            _fail(ctx, str(error), error.exit_code)
         except BrokenPipeError:
             raise  # click ends quietly when nobody reads standard output any more
-        except OSError as error:
-            _fail(ctx, str(error), EXIT_STORAGE)
-        except KeyboardInterrupt:
-            _fail(ctx, "interrupted", EXIT_INTERRUPTED)
+        except (MegatrainError, OSError, KeyboardInterrupt) as error:
+            _fail(ctx, _told(error), exit_code(error))
+
+
+def exit_code(error: BaseException) -> int:
+    """Return what a command that ends with ``error`` exits with."""
+    if isinstance(error, MegatrainError):
+        return error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return EXIT_INTERRUPTED
+    return EXIT_STORAGE if isinstance(error, OSError) else 1
+
+
+def _told(error: BaseException) -> str:
+    """Say what failed in the words of the errors that are expected."""
+    if not isinstance(error, OSError) or not isinstance(error.filename, str | os.PathLike):
+        return str(error) or "interrupted"
+    return str(StorageError("use", error.filename, errno=error.errno or 0))
 
 
 def _fail(ctx: click.Context, message: str, code: int) -> None:
@@ -76,6 +89,7 @@ def _only(option: str, value: str, built: str) -> None:
 
 _json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 _generation = click.option("--generation", type=int, help="Not the newest but this generation.")
+_only_one = click.option("--generation", type=int, help="Not all generations but this one.")
 
 
 @click.group(cls=ErrorGroup, context_settings={"help_option_names": ["-h", "--help"]})
@@ -263,19 +277,21 @@ def inspect(store: Path, generation: int | None, as_json: bool) -> None:
 @cli.command()
 @click.argument("store", type=FOLDER, callback=_path)
 @click.option("--deep", is_flag=True, help="Read every byte and compare it with its checksum.")
-@_generation
+@_only_one
 @_json
 @click.pass_context
 def verify(
     ctx: click.Context, store: Path, deep: bool, generation: int | None, as_json: bool
 ) -> None:
-    """Check that STORE is what was committed; exit code 1 if it is not."""
+    """Check that every generation of STORE is what was committed; exit code 1 if one is not."""
     from checkpoint.verify import verify as run
 
     with _progress("verifying") as on_progress:
         findings = run(store, deep=deep, generation=generation, on_progress=on_progress)
     if as_json:
-        _print_json({"ok": findings.ok, **asdict(findings)})
+        from checkpoint.render import findings_document
+
+        _print_json(findings_document(findings))
     else:
         from checkpoint.render import findings_report, show
 
@@ -296,6 +312,13 @@ def verify(
 @click.option("--tier", type=click.Choice(_TIERS), help="nvme: raw shards, zarr: encoded ones.")
 @click.option("--codec", metavar="NAME", help=f"Of the zarr tier.  [default: {DEFAULT_CODEC}]")
 @click.option("--shard-size", metavar="SIZE", callback=_size, help="Cut shards of about this size.")
+@click.option(
+    "--records",
+    metavar="PATTERN",
+    multiple=True,
+    default=("*",),
+    help="Encode or cut only records with such names; repeat for more.  [default: all]",
+)
 @_json
 def shard(
     store: Path,
@@ -303,13 +326,14 @@ def shard(
     tier: str | None,
     codec: str | None,
     shard_size: int | None,
+    records: tuple[str, ...],
     as_json: bool,
 ) -> None:
     """Move STORE to other drives, or encode or cut its shards in another way.
 
     Whatever happens meanwhile, the store is whole; run the command again to go on.
     """
-    cut = _cut(tier, codec, shard_size)
+    cut = _cut(tier, codec, shard_size, records)
     if not drives and cut is None:
         raise UsageError("nothing to do: give --drive, --tier or --shard-size")
     from checkpoint.shard import shard as run
@@ -324,7 +348,9 @@ def shard(
         show(sharded_report(sharded, str(store)))
 
 
-def _cut(tier: str | None, codec: str | None, shard_size: int | None) -> Cut | None:
+def _cut(
+    tier: str | None, codec: str | None, shard_size: int | None, records: tuple[str, ...]
+) -> Cut | None:
     if codec is not None and tier != "zarr":
         raise UsageError(f"--codec {codec}: shards are encoded in the zarr tier; add --tier zarr")
     if tier is None and shard_size is None:
@@ -332,7 +358,7 @@ def _cut(tier: str | None, codec: str | None, shard_size: int | None) -> Cut | N
     from checkpoint.recode import Cut
 
     codecs = {None: None, "nvme": "", "zarr": codec or DEFAULT_CODEC}
-    return Cut(codec=codecs[tier], shard_nbytes=shard_size)
+    return Cut(codec=codecs[tier], shard_nbytes=shard_size, records=records)
 
 
 @cli.command()
@@ -358,6 +384,34 @@ def attach(store: Path, drives: tuple[Path, ...], as_json: bool) -> None:
     else:
         for drive in attached:
             click.echo(f"{store}: drive {drive.number} is at {drive.folder}")
+
+
+@cli.command()
+@click.argument("store", type=FOLDER, callback=_path)
+@click.option(
+    "--keep",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Keep the last N generations that are whole.",
+)
+@click.option("--yes", is_flag=True, help="Do it; without this nothing is changed.")
+@_json
+def prune(store: Path, keep: int, yes: bool, as_json: bool) -> None:
+    """Drop generations of STORE, damaged ones first, and the files that nobody needs then.
+
+    One slot stays to be written to. What a process reads stays until it ends.
+    """
+    from checkpoint.retention import prune as run
+
+    pruned = run(store, keep=keep, yes=yes)
+    if as_json:
+        _print_json(asdict(pruned))
+    else:
+        from checkpoint.render import pruned_report, show
+
+        show(pruned_report(pruned))
 
 
 class _Echo(logging.Handler):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from tiering.errors import CorruptionError
+from tiering.fields import MOST, parse, shown
 
 T = TypeVar("T")
 
@@ -23,10 +24,7 @@ class Fields:
     @classmethod
     def parse(cls, data: bytes, file: str) -> Self:
         """Return the top object of the JSON document ``data``."""
-        try:
-            return cls(json.loads(data), file)
-        except ValueError as error:  # also a UnicodeDecodeError
-            raise CorruptionError(f"{file}: not JSON: {error}") from error
+        return cls(parse(data, Path(file)), file)
 
     def _take(self, name: str, kind: type[T]) -> T:
         where = f"{self._where}: {name}"
@@ -44,7 +42,9 @@ class Fields:
     def integer(self, name: str) -> int:
         """Return a whole number that is not negative."""
         if (value := self._take(name, int)) < 0:
-            raise CorruptionError(f"{self._where}: {name}: {value} is negative")
+            raise CorruptionError(f"{self._where}: {name}: {shown(value)} is negative")
+        if value > MOST:
+            raise CorruptionError(f"{self._where}: {name}: {shown(value)} is too much")
         return value
 
     def boolean(self, name: str) -> bool:
@@ -54,14 +54,16 @@ class Fields:
     def choice(self, name: str, allowed: Collection[str]) -> str:
         """Return a string that is one of ``allowed``."""
         if (value := self.text(name)) not in allowed:
-            raise CorruptionError(f"{self._where}: {name}: unknown value {value!r}")
+            raise CorruptionError(f"{self._where}: {name}: unknown value {shown(value)}")
         return value
 
     def integers(self, name: str) -> tuple[int, ...]:
         """Return a list of whole numbers that are not negative."""
         values = self._take(name, list)
-        if any(type(value) is not int or value < 0 for value in values):
-            raise CorruptionError(f"{self._where}: {name}: expected whole numbers, found {values}")
+        if any(type(value) is not int or not 0 <= value <= MOST for value in values):
+            raise CorruptionError(
+                f"{self._where}: {name}: expected whole numbers, found {shown(values)}"
+            )
         return tuple(values)
 
     def strings(self, name: str) -> tuple[str, ...]:
@@ -87,7 +89,7 @@ class Fields:
     def finish(self) -> None:
         """Refuse fields that nobody asked for."""
         if self._rest:
-            raise CorruptionError(f"{self._where}: unknown field {next(iter(self._rest))!r}")
+            raise CorruptionError(f"{self._where}: unknown field {shown(next(iter(self._rest)))}")
 
 
 def _kind(value: object) -> str:

@@ -11,10 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from checkpoint.export import Exported
+from checkpoint.retention import Dropped, Pruned
 from checkpoint.shard import Sharded
 from checkpoint.sizes import format_size
-from checkpoint.summary import Summary, UnitLine
-from checkpoint.verify import Finding, Findings
+from checkpoint.summary import GenerationLine, Summary, UnitLine
+from checkpoint.verify import Finding, Findings, Verified
 
 
 def show(report: RenderableType) -> None:
@@ -42,9 +43,27 @@ def _headline(summary: Summary) -> str:
 
 
 def _state(summary: Summary) -> str:
-    listed = ", ".join(f"{g.generation} (step {g.step})" for g in summary.generations)
+    listed = ", ".join(map(_generation, summary.generations))
     holder = f"in use by {summary.holder}" if summary.holder else "not in use"
-    return f"generations {listed}; last commit {_age(summary.age_s)} ago; {holder}"
+    dropped = "".join(
+        f"; dropped generation {item.generation} is still read by {_pids(item.readers)}"
+        for item in summary.dropped
+    )
+    return f"generations {listed}{dropped}; last commit {_age(summary.age_s)} ago; {holder}"
+
+
+def _generation(line: GenerationLine) -> str:
+    again = line.parent is not None and line.parent < line.generation - 1
+    details = [
+        f"step {line.step}",
+        *([f"{line.parent} again"] if again else []),
+        *([f"read by {_pids(line.readers)}"] if line.readers else []),
+    ]
+    return f"{line.generation} ({', '.join(details)})"
+
+
+def _pids(pids: Sequence[int]) -> str:
+    return f"pid {', '.join(map(str, pids))}"
 
 
 def _age(age_s: float) -> str:
@@ -107,29 +126,41 @@ def _ledger(summary: Summary) -> RenderableType:
     return Text("\n".join(lines))
 
 
+def findings_document(findings: Findings) -> Mapping[str, Any]:
+    """Return what ``verify --json`` prints."""
+    return {"ok": findings.ok, **asdict(findings)}
+
+
 def findings_report(findings: Findings) -> RenderableType:
     """Return what ``verify`` shows."""
-    checked = (
-        f"{findings.chunks} chunks, {format_size(findings.nbytes)} read"
-        if findings.deep
-        else "structure only; --deep reads every byte"
-    )
-    name = f"generation {findings.generation}" if findings.generation else "the store"
-    if findings.ok:
-        return Text(f"{name} is what was committed: {findings.records} records, {checked}")
-    lines = [f"{name} is damaged: {len(findings.findings)} findings ({checked})"]
+    lines = [_verified(item, findings.deep) for item in findings.generations]
+    of_store = [finding for finding in findings.findings if finding.generation is None]
+    if of_store:
+        lines = [f"the store is damaged: {len(of_store)} findings", *lines]
     return Text("\n".join((*lines, *map(_finding, findings.findings))))
 
 
+def _verified(item: Verified, deep: bool) -> str:
+    read = f"{item.chunks} chunks, {format_size(item.nbytes)} read"
+    checked = f"{item.records} records, " + (
+        read if deep else "structure only; --deep reads every byte"
+    )
+    what = "is what was committed" if item.ok else "is damaged"
+    return f"generation {item.generation} (step {item.step}) {what}: {checked}"
+
+
 def _finding(finding: Finding) -> str:
-    where = [finding.file] if finding.file else []
-    if finding.offset is not None:
-        where.append(f"drive {finding.drive}, offset {finding.offset}")
+    where = [finding.file] if finding.file and finding.file not in finding.what else []
+    if finding.drive is not None and "drive" not in finding.what:
+        where.append(f"drive {finding.drive}")
+    if finding.offset is not None and "offset" not in finding.what:
+        where.append(f"offset {finding.offset}")
     if finding.unit:
         tensors = ", ".join(finding.tensors[:3]) or "no tensor"
         more = f" and {len(finding.tensors) - 3} more" if len(finding.tensors) > 3 else ""
         where.append(f"{finding.unit}.{finding.role} ({tensors}{more})")
-    return f"  {finding.what}" + (f": {'; '.join(where)}" if where else "")
+    title = f"generation {finding.generation}: " if finding.generation else ""
+    return f"  {title}{finding.what}" + (f": {'; '.join(where)}" if where else "")
 
 
 def exported_report(exported: Exported, out: str) -> RenderableType:
@@ -175,3 +206,36 @@ def sharded_report(sharded: Sharded, store: str) -> RenderableType:
             f"{format_size(recoded.nbytes_before)} before, {format_size(recoded.nbytes_after)} now"
         )
     return Text("\n".join(lines or [f"{store}: is like that already"]))
+
+
+def pruned_report(pruned: Pruned) -> RenderableType:
+    """Return what ``prune`` shows."""
+    if pruned.nothing:
+        return Text("\n".join((f"{pruned.store}: there is nothing to drop", *_held(pruned))))
+    lines = [f"{pruned.store}: {_kept(pruned)}"]
+    lines += [
+        f"{'dropped' if pruned.done else 'drops'} {_dropped(item)}" for item in pruned.dropped
+    ]
+    verb = "freed" if pruned.done else "frees"
+    lines += [f"{verb} {format_size(pruned.nbytes)} in {len(pruned.slots)} slots", *_held(pruned)]
+    if not pruned.done:
+        lines.append("nothing was changed; add --yes to do it")
+    return Text("\n".join(lines))
+
+
+def _kept(pruned: Pruned) -> str:
+    numbers = ", ".join(map(str, pruned.kept))
+    renamed = f"; {pruned.kept[-1]} becomes {pruned.newest}"
+    return f"keeps generation {numbers}{renamed if pruned.newest != pruned.kept[-1] else ''}"
+
+
+def _dropped(item: Dropped) -> str:
+    damage = f", which is damaged: {item.damage}" if item.damage else ""
+    return f"generation {item.generation} (step {item.step}){damage}"
+
+
+def _held(pruned: Pruned) -> list[str]:
+    if not pruned.held:
+        return []
+    slots = ", ".join(map(str, pruned.held))
+    return [f"slot {slots} stays while it is being read; prune again when that has ended"]

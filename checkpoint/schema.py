@@ -12,11 +12,13 @@ from functools import cached_property
 from typing import Any, Self
 
 from checkpoint.fields import Fields
-from tiering.errors import CorruptionError
+from tiering.errors import CorruptionError, RefusedError
+from tiering.fields import plain
 from tiering.records import Record, round_up
 
 FORMAT = 1
 SCHEMA_FILE = "schema.json"
+RANK_MOST = 32  # dimensions; what numpy and torch can have
 OFFSET_MULTIPLE = 64  # elements; every tensor starts at one, so slices of any role are aligned
 
 OUTER_IN = "outer_in"
@@ -85,6 +87,8 @@ class Tensor:
     def __post_init__(self) -> None:
         if self.offset % OFFSET_MULTIPLE or self.offset < 0 or min(self.shape, default=1) < 0:
             raise ValueError(f"tensor {self.name}: shape {self.shape} at offset {self.offset}")
+        if len(self.shape) > RANK_MOST:
+            raise ValueError(f"tensor {self.name}: {len(self.shape)} dimensions are too many")
 
     @property
     def length(self) -> int:
@@ -279,10 +283,16 @@ class Schema:
 
         Raises:
             CorruptionError: A field is missing, unknown or of the wrong type.
+            RefusedError: It is of a newer format.
         """
         top = Fields.parse(data, SCHEMA_FILE)
-        if (found := top.integer("format")) != FORMAT:
-            raise CorruptionError(f"{SCHEMA_FILE}: format {found}, this version reads {FORMAT}")
+        if (found := top.integer("format")) > FORMAT:
+            raise RefusedError(
+                f"{SCHEMA_FILE}: written in format {found}, this program reads up to format "
+                f"{FORMAT}; use a newer version"
+            )
+        if found < 1:
+            raise CorruptionError(f"{SCHEMA_FILE}: format: there is no format {found}")
         try:
             schema = cls(
                 layout=Layout(top.text("layout")),
@@ -292,8 +302,9 @@ class Schema:
                 files=top.child("files").texts(),
                 ledger=_decode_ledger(top.child("ledger")),
             )
+            schema.records()  # their names and lengths are possible ones
         except ValueError as error:
-            raise CorruptionError(f"{SCHEMA_FILE}: {error}") from error
+            raise CorruptionError(f"{SCHEMA_FILE}: {plain(str(error))}") from error
         top.finish()
         return schema
 

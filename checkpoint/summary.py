@@ -11,18 +11,28 @@ from pathlib import Path
 
 from checkpoint.checked import read_schema
 from checkpoint.schema import Ledger, Schema, Tie
-from tiering.lock import lock_holder
+from tiering.generations import ROOT, manifests
+from tiering.lock import holders_of, lock_holder
 from tiering.store import StoreReader, open_reader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationLine:
-    """One generation that can be opened."""
+    """One generation that can be opened; ``readers`` are the processes that have it open."""
 
     generation: int
     parent: int | None
     step: int
     slot: int
+    readers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DroppedLine:
+    """One generation that is not listed any more, whose slot is kept by its ``readers``."""
+
+    generation: int
+    readers: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +95,7 @@ class Summary:
     age_s: float
     holder: str | None
     generations: tuple[GenerationLine, ...]
+    dropped: tuple[DroppedLine, ...]
     units: tuple[UnitLine, ...]
     ties: tuple[Tie, ...]
     drives: tuple[DriveLine, ...]
@@ -105,6 +116,7 @@ def summarize(store: Path, *, generation: int | None = None) -> Summary:
         RefusedError: There is no store, or no such generation.
         CorruptionError: Its metadata or shards are not what was committed.
     """
+    readers = _readers(store)  # before this is one
     with closing(open_reader(store, generation=generation)) as reader:
         schema = read_schema(reader)
         return Summary(
@@ -117,7 +129,8 @@ def summarize(store: Path, *, generation: int | None = None) -> Summary:
             step=reader.manifest.step,
             age_s=_age_s(reader),
             holder=lock_holder(reader.path / "LOCK"),
-            generations=tuple(_generations(reader)),
+            generations=tuple(_generations(reader, readers)),
+            dropped=tuple(_dropped(reader, readers)),
             units=tuple(_units(schema)),
             ties=schema.ties,
             drives=tuple(_drives(reader)),
@@ -128,15 +141,33 @@ def summarize(store: Path, *, generation: int | None = None) -> Summary:
 
 
 def _age_s(reader: StoreReader) -> float:
-    written = (reader.path / reader.root.latest.folder / "manifest.json").stat().st_mtime
-    return max(0.0, time.time() - written)
+    """Return the time since the root was replaced, which is the commit."""
+    return max(0.0, time.time() - (reader.path / ROOT).stat().st_mtime)
 
 
-def _generations(reader: StoreReader) -> Iterator[GenerationLine]:
+def _readers(store: Path) -> Mapping[int, tuple[int, ...]]:
+    """Return the processes that hold each generation, listed or not."""
+    paths = manifests(store) if (store / "manifests").is_dir() else []
+    return {int(path.parent.name): tuple(holders_of(path)) for path in paths}
+
+
+def _generations(
+    reader: StoreReader, readers: Mapping[int, tuple[int, ...]]
+) -> Iterator[GenerationLine]:
     for item in reader.root.generations:
         yield GenerationLine(
-            generation=item.number, parent=item.parent, step=item.step, slot=item.slot
+            generation=item.number,
+            parent=item.parent,
+            step=item.step,
+            slot=item.slot,
+            readers=readers.get(item.number, ()),
         )
+
+
+def _dropped(reader: StoreReader, readers: Mapping[int, tuple[int, ...]]) -> Iterator[DroppedLine]:
+    for number, pids in readers.items():
+        if pids and reader.root.find(number) is None:
+            yield DroppedLine(generation=number, readers=pids)
 
 
 def _units(schema: Schema) -> Iterator[UnitLine]:

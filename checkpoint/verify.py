@@ -1,26 +1,38 @@
-"""Comparing a generation with what was committed: its structure always, every byte on request."""
+"""Comparing generations with what was committed: their structure always, every byte on request."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from checkpoint.checked import MAX_CHUNK_NBYTES, read_schema
-from checkpoint.schema import Schema, Tensor, Unit
+from checkpoint.checked import MAX_CHUNK_NBYTES, agree
+from checkpoint.schema import SCHEMA_FILE, Schema, Tensor
 from checkpoint.windows import aligned
 from tiering.checksum import crc32c
-from tiering.errors import CorruptionError, StorageError
+from tiering.drives import open_drives
+from tiering.errors import CorruptionError, MegatrainError, RefusedError, StorageError
+from tiering.generations import find_generation, read_root
+from tiering.manifest import Generation, Root
 from tiering.records import Record
-from tiering.store import ChunkRef, StoreReader, open_reader
+from tiering.schema_files import read_schema_file
+from tiering.soundness import store_faults
+from tiering.store import ChunkRef, StoreReader, open_damaged
+from tiering.tails import wrong_tail
+
+OnProgress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that is wrong. Empty fields (None for numbers) do not apply to it."""
+    """One thing that is wrong. Empty fields (None for numbers) do not apply to it.
+
+    Without a ``generation`` it is wrong with the whole store.
+    """
 
     what: str
+    generation: int | None = None
     file: str = ""
     drive: int | None = None
     offset: int | None = None
@@ -30,14 +42,23 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Findings:
-    """What a verification found; ``nbytes`` were read and compared with their checksums."""
+class Verified:
+    """How far one generation was looked at; ``nbytes`` were compared with their checksums."""
 
-    generation: int | None
-    deep: bool
+    generation: int
+    step: int
+    ok: bool
     records: int
     chunks: int
     nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """What a verification found, and in how much."""
+
+    deep: bool
+    generations: tuple[Verified, ...]
     findings: tuple[Finding, ...]
 
     @property
@@ -51,126 +72,205 @@ def verify(
     *,
     deep: bool = False,
     generation: int | None = None,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: OnProgress | None = None,
 ) -> Findings:
-    """Return what differs from what was committed, in the newest or the given generation.
+    """Return what differs from what was committed, in every or in the given generation.
 
-    Not ``deep``: digests of manifest, metadata and side files, links, existence and length of
-    every shard, at a cost that does not depend on the size of the model. ``deep``: also the
-    checksum of every chunk.
+    Not ``deep``: digests of root, manifests, metadata and side files, drives, links, existence and
+    length of every shard, at a cost that does not depend on the size of the model. ``deep``: also
+    the checksum of every chunk, and the bytes of shards that no checksum covers. A generation that
+    is dropped meanwhile is left out.
 
     Raises:
-        RefusedError: There is no store.
+        RefusedError: There is no store, or no such generation.
     """
     try:
-        reader = open_reader(store, generation=generation)
+        root = read_root(store)
     except CorruptionError as error:
-        return _unreadable(str(error), deep=deep)
-    with closing(reader):
-        try:
-            schema = read_schema(reader)
-            found = [*_check_records(reader, schema), *_check_side_files(reader, schema)]
-        except CorruptionError as error:
-            return _unreadable(str(error), deep=deep)
-        check = _Deep(reader, schema, on_progress)
-        if deep:
-            found += check.run()
-        return Findings(
-            generation=reader.manifest.generation,
-            deep=deep,
-            records=len(reader.records),
-            chunks=check.chunks,
-            nbytes=check.nbytes,
-            findings=tuple(found),
-        )
-
-
-def _unreadable(what: str, *, deep: bool) -> Findings:
-    finding = Finding(what=what)
-    return Findings(generation=None, deep=deep, records=0, chunks=0, nbytes=0, findings=(finding,))
-
-
-def _check_records(reader: StoreReader, schema: Schema) -> Iterator[Finding]:
-    """Yield where the arrays are not those that the schema describes."""
-    wanted = {record.name: record for record in schema.records()}
-    for name in sorted(wanted.keys() | reader.records.keys()):
-        if name not in reader.records:
-            yield Finding(what=f"record {name} is in the schema but not in the store")
-        elif name not in wanted:
-            yield Finding(what=f"record {name} is in the store but not in the schema")
-        elif not _agree(wanted[name], reader.records[name]):
-            yield Finding(what=f"record {name} is not what the schema says")
-
-
-def _agree(wanted: Record, found: Record) -> bool:
-    """Whether a record holds what the schema says, however its shards are cut and encoded."""
-    same = replace(found, codec=wanted.codec, shard_nbytes=wanted.shard_nbytes) == wanted
-    return same and wanted.attributes == found.attributes
-
-
-def _check_side_files(reader: StoreReader, schema: Schema) -> Iterator[Finding]:
-    for name in schema.files:
-        try:
-            reader.schema_file(name)
-        except KeyError:
-            yield Finding(what=f"side file {name} is not in the store")
-        except CorruptionError as error:
-            yield Finding(what=str(error), file=name)
-
-
-class _Deep:
-    """Reads every chunk of every record."""
-
-    def __init__(
-        self, reader: StoreReader, schema: Schema, on_progress: Callable[[int, int], None] | None
-    ) -> None:
-        self._reader = reader
-        self._places = {
-            record.name: (unit, str(role), record)
-            for unit in schema.units
-            for role in schema.roles(unit)
-            for record in (schema.record(unit, role),)
-            if record.name in reader.records
-        }
-        self._buffer = aligned(MAX_CHUNK_NBYTES).data
-        self._on_progress = on_progress
-        self.total = sum(record.nbytes for _, _, record in self._places.values())
-        self.chunks = 0
-        self.nbytes = 0
-
-    def run(self) -> Iterator[Finding]:
-        for unit, role, record in self._places.values():
-            for chunk in self._reader.chunks(record.name):
-                if what := self._check(record, chunk):
-                    yield _chunk_finding(unit, role, record, chunk, what)
-                self.chunks += 1
-                self.nbytes += chunk.nbytes
-                if self._on_progress:
-                    self._on_progress(self.nbytes, self.total)
-
-    def _check(self, record: Record, chunk: ChunkRef) -> str:
-        data = self._buffer[: chunk.nbytes]
-        try:
-            self._reader.read(record.name, chunk.index * record.geometry.chunk_nbytes, data)
-        except (StorageError, CorruptionError) as error:
-            return str(error)
-        found = crc32c(data)
-        return "" if found == chunk.crc else f"crc32c {found:08x}, committed was {chunk.crc:08x}"
-
-
-def _chunk_finding(unit: Unit, role: str, record: Record, chunk: ChunkRef, what: str) -> Finding:
-    return Finding(
-        what=what,
-        file=str(chunk.path),
-        drive=chunk.drive,
-        offset=chunk.offset,
-        unit=unit.name,
-        role=role,
-        tensors=tuple(tensor.name for tensor in _tensors_in(unit, record, chunk)),
+        return Findings(deep=deep, generations=(), findings=(_finding(error, None, None),))
+    listed = root.generations
+    if generation is not None:
+        listed = (find_generation(store, root, generation),)
+    faults = [_finding(fault, None, None) for fault in store_faults(store, root)]
+    if not _drives_are_there(store, root):
+        return Findings(deep=deep, generations=(), findings=tuple(faults))
+    work = _Work(store, _schema(store, root), deep, on_progress)
+    looked_at = [work.examine(item, len(listed)) for item in listed]
+    return Findings(
+        deep=deep,
+        generations=tuple(item for item in looked_at if item is not None),
+        findings=(*faults, *work.findings),
     )
 
 
-def _tensors_in(unit: Unit, record: Record, chunk: ChunkRef) -> Iterator[Tensor]:
-    start = chunk.index * record.geometry.chunk_length
-    stop = start + chunk.nbytes // record.itemsize
-    return (tensor for tensor in unit.tensors if tensor.offset < stop and tensor.end > start)
+def _drives_are_there(store: Path, root: Root) -> bool:
+    try:
+        open_drives(store, root.uuid, root.drives)
+    except CorruptionError:
+        return False
+    return True
+
+
+def _schema(store: Path, root: Root) -> Schema | None:
+    """Return the schema; None if it is damaged, which is found elsewhere."""
+    try:
+        return Schema.decode(read_schema_file(store, root.schema, SCHEMA_FILE))
+    except (CorruptionError, KeyError):
+        return None
+
+
+def _finding(fault: MegatrainError, generation: int | None, schema: Schema | None) -> Finding:
+    if isinstance(fault, StorageError):
+        return Finding(what=str(fault), generation=generation, file=str(fault.path))
+    if not isinstance(fault, CorruptionError):
+        return Finding(what=str(fault), generation=generation)
+    unit, _, role = fault.record.rpartition(".")
+    tensors = _tensors_of(schema, fault.record)
+    return Finding(
+        what=str(fault),
+        generation=generation,
+        file=fault.file,
+        drive=fault.drive,
+        offset=fault.offset,
+        unit=unit,
+        role=role,
+        tensors=tuple(tensor.name for tensor in tensors),
+    )
+
+
+def _tensors_of(schema: Schema | None, record: str) -> Sequence[Tensor]:
+    """Return what a record holds, as far as the schema can be read."""
+    name = record.rpartition(".")[0]
+    units = schema.units if schema else ()
+    return next((unit.tensors for unit in units if unit.name == name), ())
+
+
+class _Work:
+    """Looks at one generation after the other; owns the memory for a chunk."""
+
+    def __init__(
+        self, store: Path, schema: Schema | None, deep: bool, on_progress: OnProgress | None
+    ) -> None:
+        self.findings: list[Finding] = []
+        self._store = store
+        self._schema = schema
+        self._deep = deep
+        self._on_progress = on_progress
+        self._done = 0
+        self._buffer = aligned(MAX_CHUNK_NBYTES).data if deep else memoryview(b"")
+
+    def examine(self, listed: Generation, count: int) -> Verified | None:
+        """Look at one of ``count`` generations; None if it is not there any more."""
+        number, before = listed.number, len(self.findings)
+        try:
+            reader, faults = open_damaged(self._store, generation=number)
+        except CorruptionError:
+            raise
+        except RefusedError:
+            return None
+        self.findings += [_finding(fault, number, self._schema) for fault in faults]
+        records = chunks = nbytes = 0
+        if reader is not None:
+            with closing(reader):
+                self.findings += self._unlike_the_schema(reader, number)
+                records = len(reader.records)
+                if self._deep:
+                    chunks, nbytes = self._read(reader, number, count)
+        return Verified(
+            generation=number,
+            step=listed.step,
+            ok=len(self.findings) == before,
+            records=records,
+            chunks=chunks,
+            nbytes=nbytes,
+        )
+
+    def _unlike_the_schema(self, reader: StoreReader, number: int) -> Iterator[Finding]:
+        """Yield where the arrays are not those that the schema describes."""
+        wanted = {record.name: record for record in self._schema.records()} if self._schema else {}
+        committed = reader.manifest.records
+        for name in sorted(wanted.keys() | committed.keys()) if wanted else ():
+            if name not in committed:
+                what = f"record {name} is in the schema but not in the store"
+            elif name not in wanted:
+                what = f"record {name} is in the store but not in the schema"
+            elif name in reader.records and not agree(wanted[name], reader.records[name]):
+                what = f"record {name} is not what the schema says"
+            else:
+                continue
+            yield Finding(what=what, generation=number)
+
+    # -- every byte --------------------------------------------------------------------------------
+
+    def _read(self, reader: StoreReader, number: int, count: int) -> tuple[int, int]:
+        """Compare every chunk and every tail; return how many chunks and bytes that were."""
+        chunks = nbytes = 0
+        total = self._done + count * sum(record.nbytes for record in reader.records.values())
+        for record in reader.records.values():
+            for chunk in reader.chunks(record.name):
+                if fault := self._wrong_chunk(reader, record, chunk):
+                    self.findings.append(self._placed(fault, record, chunk, number))
+                chunks, nbytes = chunks + 1, nbytes + chunk.nbytes
+                self._done += chunk.nbytes
+                if self._on_progress:
+                    self._on_progress(self._done, max(total, self._done))
+            self.findings += self._tails(reader, record, number)
+        return chunks, nbytes
+
+    def _wrong_chunk(
+        self, reader: StoreReader, record: Record, chunk: ChunkRef
+    ) -> CorruptionError | None:
+        data = self._buffer[: chunk.nbytes]
+        try:
+            reader.read(record.name, chunk.index * record.geometry.chunk_nbytes, data)
+        except CorruptionError as error:
+            return error
+        except StorageError as error:
+            return CorruptionError(str(error), offset=error.offset)
+        found = crc32c(data)
+        if found == chunk.crc:
+            return None
+        what = f"chunk {chunk.index}: crc32c {found:08x}, committed was {chunk.crc:08x}"
+        return CorruptionError(what)
+
+    def _placed(
+        self, fault: CorruptionError, record: Record, chunk: ChunkRef, number: int
+    ) -> Finding:
+        start = chunk.index * record.geometry.chunk_length
+        tensors = self._tensors(record, start, start + chunk.nbytes // record.itemsize)
+        finding = _finding(fault, number, None)
+        unit, _, role = record.name.rpartition(".")
+        return replace(
+            finding,
+            file=str(chunk.path),
+            drive=chunk.drive,
+            offset=finding.offset if finding.offset is not None else chunk.offset,
+            unit=unit,
+            role=role,
+            tensors=tuple(tensor.name for tensor in tensors),
+        )
+
+    def _tensors(self, record: Record, start: int, stop: int) -> list[Tensor]:
+        """Return what lies in elements ``[start, stop)`` of a record."""
+        tensors = _tensors_of(self._schema, record.name)
+        return [t for t in tensors if t.offset < stop and t.end > start]
+
+    def _tails(self, reader: StoreReader, record: Record, number: int) -> Iterator[Finding]:
+        if record.codec is not None:  # its own checksums cover every byte
+            return
+        for shard, place in enumerate(reader.shards(record.name)):
+            try:
+                wrong = wrong_tail(record, shard, place.path)
+            except StorageError as error:
+                wrong = error.offset, str(error)
+            if wrong:
+                unit, _, role = record.name.rpartition(".")
+                yield Finding(
+                    what=wrong[1],
+                    generation=number,
+                    file=str(place.path),
+                    drive=place.drive,
+                    offset=wrong[0],
+                    unit=unit,
+                    role=role,
+                )

@@ -26,8 +26,8 @@ from pydantic import (
 
 from megatrain import runfile
 from megatrain.lr_schedule import Schedule
-from tiering.codecs import DEFAULT_CODEC, Codec
 from tiering.errors import UsageError
+from tiering.records import DEFAULT_CODEC
 
 _SIZE_UNITS: Mapping[str, int] = {"B": 1} | {
     f"{prefix}{suffix}": base**power
@@ -35,7 +35,7 @@ _SIZE_UNITS: Mapping[str, int] = {"B": 1} | {
     for power, prefix in enumerate("KMGT", start=1)
 }
 _SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400}
-_LIMITS = ("train.device", "train.max_skipped", "train.any_family")
+_LIMITS = ("train.device", "train.max_skipped", "train.any_family", "train.stall_warning")
 _QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
 
 
@@ -149,6 +149,8 @@ class TrainConfig(_Section):
     """Try a model family that no parity test proves."""
     max_skipped: int = Field(default=20, ge=0)
     """Steps in a row without a finite gradient or a target before the run gives up."""
+    stall_warning: Seconds = 60.0
+    """Seconds after which an operation that has not ended is named in the log."""
 
     @field_validator("max_grad_norm")
     @classmethod
@@ -177,6 +179,8 @@ class MemoryConfig(_Section):
     """Cap for the records that are kept in RAM; 0 keeps none."""
     slab: Literal["auto"] | Size = "auto"
     """Bytes of one staging slab."""
+    workspace: Literal["auto"] | Size = "auto"
+    """What the computation takes beside the arenas; auto: measured on a few layers beforehand."""
     gradients: Literal["auto", "ram", "disk"] = "auto"
     lock: Annotated[Literal["auto", "required", "off"], BeforeValidator(_off)] = "auto"
     """Whether host memory is locked, so that it cannot be swapped out; auto: as far as one may."""
@@ -202,8 +206,12 @@ class StoreConfig(_Section):
     """Seconds of work that a kill may cost, at most, when ``commit_every`` is auto."""
     retain: PositiveInt = 1
     """Generations kept; each costs a slot."""
+    spare_slots: NonNegativeInt = 0
+    """More slots, so that training need not wait for whoever reads a dropped generation."""
     reserve: bool = True
     """Allocate all slots before step 1, so that a full disk shows then."""
+    verify_reads: Literal["first", "always"] = "first"
+    """Compare chunks with their checksums when they are first read, or at every read of a step."""
     io: Literal["auto", "posix", "kvikio"] = "auto"
     """What moves the shards; auto is kvikio where it is installed and finds a GPU."""
 
@@ -217,10 +225,17 @@ class StoreConfig(_Section):
     @field_validator("codec")
     @classmethod
     def _known(cls, value: str) -> str:
+        from tiering.codecs import Codec
+
         try:
             return str(Codec.named(value))
         except UsageError as error:
             raise ValueError(str(error)) from None
+
+    @property
+    def slots(self) -> int:
+        """Complete places for all records: one for each generation kept, one to write to."""
+        return self.retain + 1 + self.spare_slots
 
     @property
     def codec_in_use(self) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -12,7 +13,7 @@ import numpy as np
 from megatrain.data.batches import Window
 from megatrain.gradients import Gradients
 from megatrain.lanes import Lanes
-from megatrain.ops import Kind, Op
+from megatrain.ops import ArenaName, Kind, Op, ScheduleError, Take
 from megatrain.stage import Stage, StepState
 from megatrain.streaming import Streaming
 from megatrain.update import Rule, Update
@@ -22,12 +23,12 @@ Handler = Callable[[Op, StepState], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What a step found out. ``odd_units`` are those whose gradient was not finite."""
+    """What a step found out. ``odd`` are the parameters whose gradient was not finite."""
 
     loss: float
     grad_norm: float
     applied: bool
-    odd_units: tuple[str, ...]
+    odd: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +37,43 @@ class Applied:
 
     result: StepResult
     checksums: Mapping[str, np.ndarray]
+
+
+class _Holds:
+    """Who holds which slab in a step: none is ever lent twice at a time. Thread-safe.
+
+    The list says when each is free, so nobody waits for one here.
+    """
+
+    def __init__(self) -> None:
+        self._holders: dict[tuple[ArenaName, int], Op] = {}
+        self._guard = threading.Lock()
+
+    def take(self, op: Op) -> None:
+        """Note what ``op`` takes.
+
+        Raises:
+            ScheduleError: It is in use: the schedule would overwrite it.
+        """
+        with self._guard:
+            for take in op.takes:
+                holder = self._holders.setdefault(_slab(take), op)
+                if holder is not op:
+                    raise ScheduleError(
+                        f"the schedule has run out of {take.arena}: operation {op.id} ({op.kind} "
+                        f"of {op.unit}) takes number {take.index}, which operation {holder.id} "
+                        f"({holder.kind} of {holder.unit}) has taken and nobody has freed"
+                    )
+
+    def free(self, op: Op) -> None:
+        """Note what ``op`` gives back."""
+        with self._guard:
+            for take in op.frees:
+                self._holders.pop(_slab(take), None)
+
+
+def _slab(take: Take) -> tuple[ArenaName, int]:
+    return take.arena, take.index
 
 
 class Executor:
@@ -69,21 +107,36 @@ class Executor:
 
         A step whose loss or gradient is not finite changes nothing.
         """
-        state = StepState.of(window, number=number, seed=seed)
+        state, holds = StepState.of(window, number=number, seed=seed), _Holds()
         self.seconds.clear()
         self.stage.pool.begin_step()
-        self.update.begin(rule, checksums=commit)
+        self.update.begin(rule)
 
         def handle(op: Op) -> None:
+            holds.take(op)
             began = time.perf_counter()
             self._handlers[op.kind](op, state)
+            holds.free(op)
             self.stage.count(op, state)
             self.seconds[op.kind] += time.perf_counter() - began
 
         self.lanes.run(self._lists[commit], handle)
-        if not state.skip and not commit:
+        if state.skip:
+            self.update.forget()
+        elif not commit:
             self.update.applied(state)
+            self.stage.pool.applied(self.update.ledger.tables())
         return _result(state)
+
+    def flush(self) -> Mapping[str, np.ndarray]:
+        """Write what only RAM holds to the working slot; return the checksums of all records.
+
+        They are as the last applied step left them.
+        """
+        for op in self.stage.plan.ops:
+            if op.kind is Kind.FLUSH:
+                self.update.flush_record(op.unit)
+        return self.update.ledger.tables()
 
     def _table(self, gradients: Gradients) -> Mapping[Kind, Handler]:
         streaming, update = Streaming(self.stage), self.update
@@ -121,5 +174,5 @@ def _result(state: StepState) -> StepResult:
         loss=state.loss,
         grad_norm=state.grad_norm,
         applied=not state.skip,
-        odd_units=tuple(dict.fromkeys(state.odd_units)),
+        odd=tuple(dict.fromkeys(state.odd)),
     )

@@ -10,6 +10,8 @@ RAISE_LOCK = (
     "raise it with ulimit -l, memlock in /etc/security/limits.conf or LimitMEMLOCK of the unit"
 )
 
+BOOKS_NBYTES = 4 << 20  # the run's own objects: its files, its queues, the tokens of a window
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workspace:
@@ -27,9 +29,18 @@ class Workspace:
     device: int = 0
 
     @property
+    def spare(self) -> int:
+        """Bytes for what one measurement does not show: how full the heap's pages come to be."""
+        return BOOKS_NBYTES + self._largest // 5
+
+    @property
     def nbytes(self) -> int:
         """Bytes at the worst moment: no two of the computations run at once."""
-        return self.kept + max(self.layers, self.head, self.outer, self.rest)
+        return self.kept + self._largest + self.spare
+
+    @property
+    def _largest(self) -> int:
+        return max(self.layers, self.head, self.outer, self.rest)
 
     def scaled(self, *, tokens: float, chunk: float) -> Workspace:
         """Return the estimate for other numbers of tokens in a micro-batch and a loss chunk."""

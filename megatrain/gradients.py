@@ -54,10 +54,32 @@ class Gradients:
         """Add the squares of what will be applied, in fp32 pieces that no slab size moves."""
         before = len(state.squares)
         for piece in self._pieces(op, state):
-            scratch = self._piece[: len(piece)].copy_(piece)
-            state.squares.append(float(scratch.square_().sum()))
+            state.squares.append(self._square(piece))
         if not all(math.isfinite(square) for square in state.squares[before:]):
-            state.odd_units.append(op.unit)
+            state.odd += [name for name, part in self._parts(op, state) if self._is_odd(part)]
+
+    def _square(self, piece: torch.Tensor) -> float:
+        return float(self._piece[: len(piece)].copy_(piece).square_().sum())
+
+    def _is_odd(self, flat: torch.Tensor) -> bool:
+        return not all(math.isfinite(self._square(piece)) for piece in cut(flat))
+
+    def _parts(self, op: Op, state: StepState) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the gradient of each parameter, as far as it lies in the span."""
+        stage, take = self.stage, held(op.source)
+        tensors, first = stage.units[op.unit].tensors, op.start
+        if take.arena is ArenaName.OUTER_GRADS:
+            rows = stage.rows(take, stage.dtype, len(state.token_ids)).view(-1)
+            yield tensors[0].name, rows
+            first = stage.shape.table_length
+            flat = stage.behind_rows(take, stage.dtype, stage.shape.rest_length)
+        else:
+            start = op.start if take.arena is ArenaName.GRADIENTS else 0
+            flat = stage.span(take, stage.dtype, start, start + op.stop - op.start)
+        for tensor in tensors:
+            a, b = max(tensor.offset - first, 0), min(tensor.end - first, len(flat))
+            if a < b:
+                yield tensor.name, flat[a:b]
 
     def _pieces(self, op: Op, state: StepState) -> Iterator[torch.Tensor]:
         stage, take = self.stage, held(op.source)
@@ -79,7 +101,7 @@ class Gradients:
         """Know the loss and the global norm; decide whether and how the step is applied."""
         state.loss = math.fsum(float(loss) for loss in state.losses)
         # exactly rounded, so the order in which slabs arrived cannot show
-        state.grad_norm = math.sqrt(math.fsum(state.squares)) if not state.odd_units else math.nan
+        state.grad_norm = math.sqrt(math.fsum(state.squares)) if not state.odd else math.nan
         state.skip = not (math.isfinite(state.grad_norm) and math.isfinite(state.loss))
         if self.max_norm:
             # torch.nn.utils.clip_grad_norm_ adds the same 1e-6

@@ -38,13 +38,16 @@ def measured(
     Raises:
         CapacityError: The run does not fit this machine's memory, its lock limit or its GPU.
     """
-    drives = config.store.drives or (_nearest(config.out),)
+    drives = [_nearest(folder) for folder in config.store.drives or (config.out,)]
     share = sum(map(in_memory, drives)) / len(drives)
     stored = sum(record.padded_nbytes for record in plan.records.values())
-    stored = round(share * (stored * (config.store.retain + 1) + _scratch_nbytes(plan)))
+    stored = round(share * (stored * (config.store.slots) + _scratch_nbytes(plan)))
     plan = replace(plan, footprint=_footprint(plan, config, Workspace(), stored))
     require_memory(plan, config, plan_of)  # before anything is taken to try the computation
-    found = workspace.measure(plan, schema, files, config, device, room=_room(plan))
+    if config.memory.workspace == "auto":
+        found = workspace.measure(plan, schema, files, config, device, room=_room(plan))
+    else:
+        found = Workspace(kept=config.memory.workspace)
     plan = replace(plan, footprint=_footprint(plan, config, found, stored))
     require_memory(plan, config, plan_of)
     if device.type == "cuda":
@@ -63,7 +66,7 @@ def recounted(plan: Plan, store: StoreWriter, config: RunConfig, plan_of: PlanOf
         raise ValueError("the workspace of the plan was not measured")
     workspace.settle()
     drives = {drive.number for drive in store.drives if in_memory(drive.folder)}
-    stored = sum(_on(drives, store, record, config.store.retain + 1) for record in _records(store))
+    stored = sum(_on(drives, store, record, config.store.slots) for record in _records(store))
     stored += round(_scratch_nbytes(plan) * len(drives) / len(store.drives))
     plan = replace(plan, footprint=_footprint(plan, config, before.workspace, stored))
     require_memory(plan, config, plan_of)

@@ -36,8 +36,12 @@ class MetricsLog:
         except OSError as error:
             raise StorageError("write", self.path, errno=error.errno or 0) from error
         if durable:
-            fsops.fsync_file(self.path)
-            fsops.fsync_dir(self.path.parent)
+            self.sync()
+
+    def sync(self) -> None:
+        """Make every row outlive a power cut."""
+        fsops.fsync_file(self.path)
+        fsops.fsync_dir(self.path.parent)
 
     def read(self) -> list[Row]:
         """Return every whole row; a line that a kill or a power cut has torn is left out."""
@@ -61,13 +65,19 @@ class MetricsLog:
     def _rows(self) -> Iterator[Row]:
         if not self.path.exists():
             return
-        with self.path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                row = _parse(line)
-                if row is None:
-                    log.warning("%s:%d: left out a torn line", self.path, number)
-                else:
-                    yield row
+        for number, line in enumerate(self._lines(), start=1):
+            row = _parse(line)
+            if row is None:
+                log.warning("%s:%d: left out a torn line", self.path, number)
+            else:
+                yield row
+
+    def _lines(self) -> Iterator[bytes]:
+        try:
+            with self.path.open("rb") as file:
+                yield from file
+        except OSError as error:
+            raise StorageError("read", self.path, errno=error.errno or 0) from error
 
 
 def _parse(line: bytes) -> Row | None:

@@ -10,6 +10,10 @@ from megatrain.shape import Shape, Sizes
 from tiering.records import Tier
 
 
+class ScheduleError(Exception):
+    """A list of operations that cannot be run as it is: a bug, not a state of the machine."""
+
+
 class Lane(StrEnum):
     """One first-in-first-out queue of the executor."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,11 +22,12 @@ from megatrain.inputs import Inputs, open_inputs
 from megatrain.metrics import MetricsLog
 from megatrain.planner import Plan
 from megatrain.stores import METRICS_FILE, RUN_FILE, is_store
+from megatrain.teardown import Teardown
 from megatrain.train_state import TrainState
 from megatrain.trainer import Observer, Stop, Trainer
 from tiering.backends import choice
-from tiering.errors import RefusedError
-from tiering.store import StoreWriter, open_writer
+from tiering.errors import CorruptionError, RefusedError
+from tiering.store import StoreWriter, open_newest_whole, open_writer
 
 __all__ = ["METRICS_FILE", "RUN_FILE", "Outcome", "RunObserver", "is_store", "resume", "train"]
 
@@ -66,7 +67,7 @@ def train(config: RunConfig, observer: RunObserver, stop: Stop) -> Outcome:
     stores.require_usable_out(config.out)
     choice.require(config.store.io)
     run_id = uuid.uuid4().hex
-    with ExitStack() as stack:
+    with Teardown() as stack:
         if not is_store(stores.store_path(config)):
             _require_no_metrics(config)
         inputs = stores.convert_model(config, observer, stop)
@@ -93,35 +94,70 @@ def resume(
     stop: Stop,
     *,
     allow_changes: bool = False,
+    generation: int | None = None,
 ) -> Outcome:
-    """Go on with the run of a store, or of a run's folder, from its last commit.
+    """Go on with the run of a store, or of a run's folder, from its newest or a given generation.
+
+    Without ``generation``, those that turn out to be damaged before the run has committed anything
+    are skipped, each with a line that says why. The one that is taken becomes the newest.
 
     Raises:
-        RefusedError: There is no run to go on with, or a setting that decides numbers was
-            changed without ``allow_changes``.
+        RefusedError: There is no run or no such generation to go on with, or a setting that
+            decides numbers was changed without ``allow_changes``.
+        CorruptionError: The given generation is damaged, or every one is.
     """
-    found = stores.find(place)
-    with ExitStack() as stack:
-        store = stack.enter_context(open_writer(found.store, run_id=f"resume of {place}"))
-        schema = read_schema(store)
-        state = _committed(store, schema)
-        stores.require_own_shards(store, state.config)
-        before = found.apply(state.config)
-        config = with_sets(before, sets)
-        store.use_engine(config.store.io)
-        stores.require_usable_out(config.out)
-        by_name = changes(before, config)
-        _require_fixed(by_name)
-        _require_same_run([c for c in by_name if c.key != "data.train"], allow=allow_changes)
-        inputs = _inputs(store, schema, config, stack)
-        known = changes(before, config)
-        if before.data.train != config.data.train:  # then its content decides
-            fingerprint = inputs.dataset.fingerprint
-            known = changes(before, config, old_data=state.data, new_data=fingerprint)
-        _require_same_run(known, allow=allow_changes)
-        _tell(known, before, config, state.step + 1)
-        state = _with_data(replace(state, config=config), inputs.dataset, allow=allow_changes)
-        return _run(store, schema, inputs, state, observer, stop)
+    found, skipped = stores.find(place), set[int]()
+    while True:
+        with Teardown() as stack:
+            store = stack.enter_context(_opened(found.store, place, generation, skipped))
+            slot = store.manifest.slot
+            try:
+                return _go_on(found, store, sets, observer, stop, allow_changes, stack)
+            except CorruptionError as error:
+                # a commit goes to another slot: in this one is still what was opened
+                numbers = {generation.number for generation in store.generations}
+                others = numbers - skipped - {store.manifest.generation}
+                if generation is not None or store.manifest.slot != slot or not others:
+                    raise
+                log.warning("generation %d is skipped: %s", store.manifest.generation, error)
+                skipped.add(store.manifest.generation)
+
+
+def _opened(path: Path, place: Path, generation: int | None, skip: Collection[int]) -> StoreWriter:
+    run_id = f"resume of {place}"
+    if generation is None:
+        return open_newest_whole(path, skip=skip, run_id=run_id)
+    return open_writer(path, generation=generation, run_id=run_id)
+
+
+def _go_on(
+    found: stores.Place,
+    store: StoreWriter,
+    sets: Sequence[str],
+    observer: RunObserver,
+    stop: Stop,
+    allow_changes: bool,
+    stack: ExitStack,
+) -> Outcome:
+    schema = read_schema(store)
+    state = _committed(store, schema)
+    stores.require_own_shards(store, state.config)
+    before = found.apply(state.config)
+    config = with_sets(before, sets)
+    store.use_engine(config.store.io)
+    stores.require_usable_out(config.out)
+    by_name = changes(before, config)
+    _require_fixed(by_name)
+    _require_same_run([c for c in by_name if c.key != "data.train"], allow=allow_changes)
+    inputs = _inputs(store, schema, config, stack)
+    known = changes(before, config)
+    if before.data.train != config.data.train:  # then its content decides
+        fingerprint = inputs.dataset.fingerprint
+        known = changes(before, config, old_data=state.data, new_data=fingerprint)
+    _require_same_run(known, allow=allow_changes)
+    _tell(known, before, config, state.step + 1)
+    state = _with_data(replace(state, config=config), inputs.dataset, allow=allow_changes)
+    return _run(store, schema, inputs, state, observer, stop)
 
 
 def _inputs(store: StoreWriter, schema: Schema, config: RunConfig, stack: ExitStack) -> Inputs:
@@ -231,10 +267,11 @@ def _run(
 ) -> Outcome:
     config, dataset = state.config, inputs.dataset
     state = replace(state, data=dataset.fingerprint)
-    slots = config.store.retain + 1
+    slots = config.store.slots
     planning = engines.planning(schema, store.records, engines.pick_device(config.train.device))
     plan = limits.recounted(inputs.plan, store, config, planning)
     observer.on_plan(plan, state, slots)
+    store.make_newest()
     if not state.finished:
         store.ensure_slots(slots)
         if config.store.reserve:
@@ -273,6 +310,7 @@ def _steps(
         device=engines.pick_device(train.device),
         counts=dict(state.counts),
         commit=trainer.commit,
+        leave=stop.leave,
     ) as engine:
         trainer.run(engine)
         trainer.detach()

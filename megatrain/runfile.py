@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from tiering.errors import UsageError
+from tiering.errors import NOT_THERE, StorageError, UsageError
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -70,8 +70,10 @@ def read(path: Path) -> tuple[dict[str, Any], Places]:
     """Return the document at ``path`` and where its keys stand."""
     try:
         text = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
+    except NOT_THERE as error:
         raise UsageError(f"cannot read run file {path}: {error.strerror}") from error
+    except OSError as error:
+        raise StorageError("read", path, errno=error.errno or 0) from error
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is not a run file: not UTF-8 text") from error
     document = _parse(text, str(path))

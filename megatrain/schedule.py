@@ -373,6 +373,7 @@ class _StepBuilder(OpList):
         slab, reuse = self.update_slab_for(bool(reads or writes or grads))
         fetches = [(Kind.READ_STATE, reads, reuse), (Kind.READ_GRADS, grads, (*reuse, *waits))]
         takes, deps = _some(slab), [self.norm, *waits, *reuse]
+        taken: tuple[int, ...] = ()
         for kind, moves, after in fetches:
             if moves:
                 op = self.add(
@@ -380,12 +381,12 @@ class _StepBuilder(OpList):
                     kind,
                     unit,
                     span,
-                    deps=after,
+                    deps=(*after, *taken),
                     takes=takes,
                     target=slab,
                     moves=moves,
                 )
-                takes = ()
+                takes, taken = (), (op,)
                 deps.append(op)
         frees = _some(self.held_grads.get(unit)) if last else ()
         done = self.add(

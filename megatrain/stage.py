@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from checkpoint.schema import Unit
+from megatrain.allocator import HeapKeeper
 from megatrain.data.batches import MicroBatch, Window
 from megatrain.memory import Memory
 from megatrain.model.capture import LayerCall
@@ -61,6 +62,7 @@ class Stage:
     units: Mapping[str, Unit]
     device: torch.device
     dtype: torch.dtype
+    heap: HeapKeeper = field(default_factory=HeapKeeper)
     resident_traffic: Mapping[Tier, Traffic] = field(
         default_factory=lambda: {tier: Traffic() for tier in sorted(RESIDENT)}
     )
@@ -132,7 +134,7 @@ class StepState:
     calls: list[Sequence[LayerCall]] = field(default_factory=list)
     losses: list[torch.Tensor] = field(default_factory=list)
     squares: list[float] = field(default_factory=list)
-    odd_units: list[str] = field(default_factory=list)
+    odd: list[str] = field(default_factory=list)
     touched: set[str] = field(default_factory=set)
     loss: float = math.nan
     grad_norm: float = math.nan

@@ -17,6 +17,7 @@ from megatrain.config import RunConfig
 from megatrain.inputs import Inputs, open_inputs
 from megatrain.trainer import Stop
 from tiering import fsops
+from tiering.drives import require_folder
 from tiering.errors import MegatrainError, RefusedError, StorageError
 from tiering.generations import read_root
 from tiering.store import StoreWriter
@@ -28,6 +29,7 @@ METRICS_FILE = "metrics.jsonl"
 CONVERTED_FILE = "converted.json"
 STORE_ROOT = "zarr.json"
 STORE_FOLDER = "store"
+_UNKNOWN = ""  # the uuid of a store that is being made
 
 
 class ConversionObserver(Protocol):
@@ -178,6 +180,8 @@ def convert_model(config: RunConfig, observer: ConversionObserver, stop: Stop) -
     if is_store(target):
         _require_same_model(config, target)
         return None
+    for folder in config.store.drives:
+        require_folder(folder)
     from checkpoint.plan import plan_conversion
 
     layout = Layout.FLOAT32 if config.train.dtype == "float32" else Layout(config.store.layout)
@@ -203,7 +207,7 @@ def _convert(
         if stop.requested:
             raise KeyboardInterrupt
 
-    with _folder(config.out):
+    with _folder(config.out), _begun(config, target):
         convert(
             config.model,
             target,
@@ -214,7 +218,23 @@ def _convert(
             on_plan=observer.on_conversion,
             on_progress=on_progress,
         )
-    _write(config.out, CONVERTED_FILE, json.dumps(_origin(config, target)))
+    _write(config.out, CONVERTED_FILE, json.dumps(_origin(config, read_root(target).uuid)))
+
+
+@contextmanager
+def _begun(config: RunConfig, target: Path) -> Iterator[None]:
+    """Say beforehand of which model the store will be; an exception until then takes it back.
+
+    A kill may come between the store's first commit and what is said after it.
+    """
+    try:
+        _write(config.out, CONVERTED_FILE, json.dumps(_origin(config, _UNKNOWN)))
+        yield
+    except BaseException:
+        if not is_store(target):
+            for name in (CONVERTED_FILE, f"{CONVERTED_FILE}.new"):
+                fsops.unlink(config.out / name, missing_ok=True)
+        raise
 
 
 @contextmanager
@@ -232,9 +252,9 @@ def _folder(path: Path) -> Iterator[None]:
         raise
 
 
-def _origin(config: RunConfig, store: Path) -> Mapping[str, str]:
+def _origin(config: RunConfig, uuid: str) -> Mapping[str, str]:
     """Return what :data:`CONVERTED_FILE` says of a store: the one, and the folder it is from."""
-    return {"model": str(config.model.resolve()), "store": read_root(store).uuid}
+    return {"model": str(config.model.resolve()), "store": uuid}
 
 
 # -- refusing ----------------------------------------------------------------------------------
@@ -251,11 +271,14 @@ def require_usable_out(out: Path) -> None:
 
 def _require_same_model(config: RunConfig, target: Path) -> None:
     """Refuse a store that is not known to be the finished conversion of the run's model."""
+    path = config.out / CONVERTED_FILE
     try:
-        found = json.loads((config.out / CONVERTED_FILE).read_bytes())
-    except (OSError, ValueError):
+        found = json.loads(path.read_bytes())
+    except (FileNotFoundError, ValueError):
         found = None
-    if found == _origin(config, target):
+    except OSError as error:
+        raise StorageError("read", path, errno=error.errno or 0) from error
+    if found in [_origin(config, uuid) for uuid in (_UNKNOWN, read_root(target).uuid)]:
         log.warning("using %s, which was converted from %s before", target, config.model)
         return
     raise RefusedError(
@@ -271,7 +294,8 @@ def require_same_drives(config: RunConfig, store: StoreWriter) -> None:
     if wanted and set(wanted) != set(found):
         raise RefusedError(
             f"store.drives: {store.path} is there already, on {_listed(found)}; leave "
-            f"store.drives out, or convert the model again to have it on {_listed(wanted)}"
+            f"store.drives out, or move it to {_listed(wanted)} with: megatrain-ckpt shard "
+            f"{store.path} --drive ..."
         )
 
 

@@ -45,7 +45,7 @@ class Streaming:
         bounce = self.stage.memory.bytes(take)[round_up(shape.rows_nbytes, ALIGNMENT) :]
         done = 0
         for first, last, start, stop in extents(ids, row, shape.row_bounce_nbytes):
-            self.stage.pool.read(name, start, bounce[: stop - start])
+            self.stage.pool.gather(name, start, bounce[: stop - start])
             block = torch.frombuffer(bounce, dtype=torch.uint8, count=stop - start)
             for token in ids[first:last]:
                 at = token * row - start
@@ -99,6 +99,7 @@ class Streaming:
 
     def capture(self, op: Op, state: StepState) -> None:
         """Run the model's own front; keep the first layer's inputs and every layer's call."""
+        self.stage.heap.before("layers")
         stage, outer = self.stage, _outer(state)
         for b, batch in enumerate(state.batches):
             captured = stage.model.capture(batch, outer, seed=state.call_seed(0, b))
@@ -107,6 +108,7 @@ class Streaming:
 
     def forward(self, op: Op, state: StepState) -> None:
         """Run one layer on all micro-batches; keep its outputs."""
+        self.stage.heap.before("layers")
         stage, unit = self.stage, self.index[op.unit]
         weights = self._weights(op)
         for b in range(len(state.batches)):
@@ -121,6 +123,7 @@ class Streaming:
 
     def head(self, op: Op, state: StepState) -> None:
         """Compute the loss and the head's gradient; set the window's rows apart."""
+        self.stage.heap.before("head")
         stage, shape = self.stage, self.stage.shape
         out, words, hidden = shape.outer_out.length, stage.model.vocab_size, shape.hidden
         kind = accumulator_dtype(shape.head_accumulator_itemsize, stage.dtype)
@@ -157,6 +160,7 @@ class Streaming:
 
     def backward(self, op: Op, state: StepState) -> None:
         """Recompute one layer on all micro-batches and accumulate its gradient."""
+        self.stage.heap.before("layers")
         stage, unit = self.stage, self.index[op.unit]
         weights = self._weights(op)
         kind = accumulator_dtype(stage.shape.layer_accumulator_itemsize, stage.dtype)
@@ -177,6 +181,7 @@ class Streaming:
 
     def outer_backward(self, op: Op, state: StepState) -> None:
         """Add the gradients of what runs before the first layer."""
+        self.stage.heap.before("layers")
         stage = self.stage
         rest = stage.behind_rows(held(op.target), torch.float32, stage.shape.rest_length).zero_()
         rows = self._row_grads(state)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megatrain.config import RunConfig
-from tiering.errors import CorruptionError
+from tiering.errors import CorruptionError, UsageError
+from tiering.fields import Fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,16 +58,22 @@ class TrainState:
         Raises:
             CorruptionError: A field is missing or does not have its type.
         """
-        try:
-            odd = values["updates_of"]
-            return cls(
-                run_id=str(values["run_id"]),
-                config=RunConfig.from_json(values["config"]),
-                data=str(values["data"]),
-                step=int(values["step"]),
-                cursor=int(values["cursor"]),
-                skipped=int(values["skipped"]),
-                counts={name: int(odd.get(name, values["updates"])) for name in names},
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CorruptionError(f"train state of the manifest: {error!r}") from error
+        fields = Fields(values, Path("manifest"), "train_state")
+        usual, odd = fields.integer("updates", 0), fields.counts("updates_of")
+        return cls(
+            run_id=fields.text("run_id"),
+            config=_config(fields),
+            data=fields.text("data"),
+            step=fields.integer("step", 0),
+            cursor=fields.integer("cursor", 0),
+            skipped=fields.integer("skipped", 0),
+            counts={name: odd.get(name, usual) for name in names},
+        )
+
+
+def _config(fields: Fields) -> RunConfig:
+    text = fields.text("config")
+    try:
+        return RunConfig.from_json(text)
+    except (UsageError, ValueError, RecursionError) as error:
+        raise CorruptionError(f"{fields.source}: train_state.config: {error}") from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -20,7 +20,7 @@ from megatrain.optimizer import AdamStep
 from megatrain.stage import Traffic
 from megatrain.train_state import TrainState
 from megatrain.update import Rule
-from tiering.errors import RefusedError
+from tiering.errors import MegatrainError, RefusedError
 from tiering.records import Tier
 
 log = logging.getLogger(__name__)
@@ -35,10 +35,15 @@ class Observer(Protocol):
 
 
 class Stop:
-    """Asks a run to end after its next commit; safe to set from a signal handler."""
+    """Asks a run to end after its next commit; safe to set from a signal handler.
+
+    ``leave`` is what to do when a run has failed and cannot end, because a lane is stuck; as it
+    is, the run waits for the lane.
+    """
 
     def __init__(self) -> None:
         self.requested = False
+        self.leave: Callable[[BaseException], None] = lambda error: None
 
     def request(self) -> None:
         """End the run after the step in progress, committed."""
@@ -72,6 +77,7 @@ class Trainer:
         self.observer = observer
         self.stop = stop
         self.committed = state.step
+        self._applied = state
         chosen = state.config.store.commit_every
         self.cadence = 1 if chosen == "auto" else chosen
         self._committed_at = time.perf_counter()
@@ -102,13 +108,20 @@ class Trainer:
         self._since = time.perf_counter()
         epoch = -1
         while not self.state.finished and not self._may_stop():
-            window = self.batches.window(self.state.cursor)
+            window = self._window()
             if window.epoch != epoch:
                 self._end_epoch(epoch)
                 epoch = window.epoch
             self._tally.add(window)
             self._step(window)
         self._end_epoch(epoch)
+
+    def _window(self) -> Window:
+        try:
+            return self.batches.window(self.state.cursor)
+        except MegatrainError:
+            self._commit_applied()  # the data is at fault: the steps before are good
+            raise
 
     def _end_epoch(self, epoch: int) -> None:
         self._tally.report(epoch)
@@ -168,12 +181,30 @@ class Trainer:
             cursor=window.cursor,
             counts=dict(self.engine.update.counts),
         )
+        self._applied = self.state
+
+    def _commit_applied(self) -> None:
+        """Commit the steps that are good and not committed yet, before the run gives up.
+
+        The generation knows nothing of what came after them, as if each had been committed.
+        """
+        if self.committed == self._applied.step:
+            return
+        self.metrics.sync()
+        self.engine.stage.pool.commit(
+            step=self._applied.step,
+            train_state=self._applied.encode(),
+            checksums=self.engine.executor.flush(),
+            retain=self.config.store.retain,
+        )
+        self.committed = self._applied.step
 
     def _skip(self, window: Window, reason: str) -> None:
         self._in_a_row += 1
         self.state = replace(self.state, cursor=window.cursor, skipped=self.state.skipped + 1)
         log.warning("skipped a step after step %d: %s", self.state.step, reason)
         if self._in_a_row > self.config.train.max_skipped:
+            self._commit_applied()
             raise RefusedError(
                 f"{self._in_a_row} steps in a row changed nothing, the last one because of "
                 f"{reason}; the store is at step {self.committed}"
@@ -264,4 +295,5 @@ class Trainer:
 
 
 def _named(result: StepResult) -> str:
-    return ", ".join(result.odd_units) or "no unit is odd"
+    names = [*result.odd[:3], *([f"{len(result.odd) - 3} more"] if len(result.odd) > 3 else [])]
+    return ", ".join(names) or "no parameter is odd"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,8 +15,14 @@ from megatrain.optimizer import AdamStep, CpuAdam
 from megatrain.shape import MOMENTS, PIECE
 from megatrain.stage import TORCH_DTYPES, Stage, StepState, held
 from tiering.checksum import ChunkCrc
+from tiering.errors import MegatrainError
+from tiering.recordio import Transfer
 
 Rule = Callable[[str, int], AdamStep]
+
+
+class DivergedError(MegatrainError):
+    """The numbers of a run are of no use any more; what was committed is."""
 
 
 @dataclass(slots=True)
@@ -45,7 +52,9 @@ class Update:
         self.counts = counts
         self.rule: Rule | None = None
         self.ledger = Ledger()
-        self.checksums_wanted = True
+        self._before = Ledger()
+        self._has_applied = False
+        self._known_odd: dict[tuple[str, int], int] = {}
         self._grad = torch.empty(PIECE, dtype=torch.float32)
         self._places = stage.plan.gradient_places()
         self._sections = stage.shape.update_sections(stage.plan.step.sizes.slab_length)
@@ -54,12 +63,8 @@ class Update:
 
     def read_state(self, op: Op, state: StepState) -> None:
         """Read a span of the optimizer's records."""
-        shape, slab = self.stage.shape, held(op.target)
-        for role in shape.updated_roles:
-            name = f"{op.unit}.{role}"
-            if self.stage.pool.resident(name) is None:
-                itemsize = shape.itemsize(role)
-                self.stage.pool.read(name, op.start * itemsize, self._bytes(slab, role, op))
+        roles = self.stage.shape.updated_roles
+        self.stage.pool.read_all(self._transfers(held(op.target), roles, op))
 
     def read_grads(self, op: Op, state: StepState) -> None:
         """Read back the gradient of a span."""
@@ -73,17 +78,25 @@ class Update:
         """Write the new records of a span to the working slot."""
         if state.skip:
             return
-        shape, slab = self.stage.shape, held(op.source)
-        for role in shape.roles:
-            name = f"{op.unit}.{role}"
-            if self.stage.pool.resident(name) is None:
-                itemsize = shape.itemsize(role)
-                self.stage.pool.write(name, op.start * itemsize, self._bytes(slab, role, op))
+        roles = self.stage.shape.roles
+        self.stage.pool.write_all(self._transfers(held(op.source), roles, op))
+
+    def _transfers(self, slab: Take, roles: Sequence[str], op: Op) -> list[Transfer]:
+        """Return what of a slab belongs to records on drives: each on another one, if there are."""
+        return [
+            Transfer(name, op.start * self.stage.shape.itemsize(role), self._bytes(slab, role, op))
+            for role in roles
+            if self.stage.pool.resident(name := f"{op.unit}.{role}") is None
+        ]
 
     def flush(self, op: Op, state: StepState) -> None:
         """Write a record that only RAM holds to the working slot."""
         if not state.skip:
-            self.ledger.checksums[op.unit] = self.stage.pool.flush(op.unit)
+            self.flush_record(op.unit)
+
+    def flush_record(self, name: str) -> None:
+        """Write a record that only RAM holds to the working slot."""
+        self.ledger.checksums[name] = self.stage.pool.flush(name)
 
     def _bytes(self, slab: Take, role: str, op: Op) -> memoryview:
         offset, _ = self._sections[role]
@@ -104,8 +117,7 @@ class Update:
                 self._update_piece(op, state, views, grads, tensor, (start, stop))
         if "weights" in views:
             views["weights"].copy_(views["master"])
-        if self.checksums_wanted:
-            self._feed_checksums(op, views)
+        self._feed_checksums(op, views)
 
     def _update_piece(
         self,
@@ -130,14 +142,23 @@ class Update:
         if count == 0:  # a new run begins with no moments, whatever the records hold
             exp_avg.zero_()
             exp_avg_sq.zero_()
+        master, known = views["master"][a:b], self._known_odd
+        if not self._has_applied and (odd := _not_finite(master)):
+            known[tensor.name, span[0]] = odd  # the model came like that
         assert self.rule is not None  # set by begin()
         self.adam.update(
-            master=views["master"][a:b],
+            master=master,
             exp_avg=exp_avg,
             exp_avg_sq=exp_avg_sq,
             grad=grad,
             step=self.rule(tensor.name, count + 1),
         )
+        if _not_finite(master) > known.get((tensor.name, span[0]), 0):
+            raise DivergedError(
+                f"{tensor.name} is no longer finite after the update of step {state.number}; the "
+                "step is not committed, and the store is as at the last commit: resume it with a "
+                "lower train.lr and --allow-changes"
+            )
 
     def _view(self, op: Op, role: str) -> torch.Tensor:
         resident = self.stage.resident(op.unit, role)
@@ -198,16 +219,29 @@ class Update:
 
     # -- life of a step ------------------------------------------------------------------------
 
-    def begin(self, rule: Rule, *, checksums: bool) -> None:
+    def begin(self, rule: Rule) -> None:
         """Prepare for a step."""
         self.rule = rule
-        self.ledger = Ledger()
-        self.checksums_wanted = checksums
+        self._before, self.ledger = self.ledger, Ledger()
+
+    def forget(self) -> None:
+        """Go back to what the last applied step left: this one changed nothing."""
+        self.ledger = self._before
 
     def applied(self, state: StepState) -> None:
         """Count the update of every parameter that received a gradient."""
+        self._has_applied = True
         for name in state.touched:
             self.counts[name] = self.counts.get(name, 0) + 1
+
+
+def _not_finite(flat: torch.Tensor) -> int:
+    """Return how many elements are infinite or not a number.
+
+    A sum is not finite if any element is not, and reads a piece while it is in cache; only one
+    that overflowed, or is of such elements, takes a second look.
+    """
+    return 0 if math.isfinite(float(flat.sum())) else int((~flat.isfinite()).sum())
 
 
 def pieces(tensors: tuple[Tensor, ...], start: int, stop: int) -> Iterator[tuple[Tensor, int, int]]:

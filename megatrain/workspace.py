@@ -1,15 +1,16 @@
 """How much memory a step's computation takes beside the planned arenas: measured, not guessed.
 
-Before anything of the run is allocated, steps are made of a model that has one layer of each kind,
-zeros for weights, and micro-batches of the largest size. They go through the executor of the run's
-own steps, but nothing is read or written. What the process has resident at most, without their
-arenas and without what stays afterwards, is the workspace.
+Before anything of the run is allocated, steps are made of a model that has a few layers of each
+kind, zeros for weights, and micro-batches of the largest size. They go through the executor of the
+run's own steps, but nothing is read or written. What the process has resident at most, without
+their arenas and without what stays afterwards, is the workspace.
 """
 
 from __future__ import annotations
 
 import gc
 import resource
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -38,9 +39,11 @@ from megatrain.update import Update
 from tiering.arena import Arena
 from tiering.errors import CapacityError
 from tiering.process import PeakMeter, resident_nbytes, status_nbytes
+from tiering.recordio import Transfer
 from tiering.records import Tier
 
 STEPS = 2  # the second finds what the first has left behind; from there the peak stays the same
+LAYERS = 3  # of each kind; some more find a little less room in the holes that others leave
 MICRO_BATCHES = 2  # enough for gradients to be added up
 TOKEN_NBYTES = 3 * 8  # ids, mask and targets of a token
 CHUNK_NBYTES = 160  # what pool and manifest keep of a chunk
@@ -102,7 +105,7 @@ def _model(
         buffers=_zeros(schema),
         meter=meter,
     )
-    model.picked = kinds(_units(schema)[1:-1], model.layer_types)
+    model.picked = sample(_units(schema)[1:-1], model.layer_types)
     return model
 
 
@@ -117,13 +120,13 @@ def _zeros(schema: Schema) -> Mapping[str, torch.Tensor]:
     }
 
 
-def kinds(layers: Sequence[Unit], types: Sequence[str]) -> tuple[int, ...]:
-    """Return the number of the first layer of each kind: shapes of tensors, and type."""
-    first: dict[object, int] = {}
+def sample(layers: Sequence[Unit], types: Sequence[str]) -> tuple[int, ...]:
+    """Return the numbers of the first few layers of each kind: shapes of tensors, and type."""
+    found: dict[object, list[int]] = defaultdict(list)
     for index, unit in enumerate(layers):
         shapes = tuple(tensor.shape for tensor in unit.tensors)
-        first.setdefault((shapes, types[index] if types else ""), index)
-    return tuple(first.values())
+        found[shapes, types[index] if types else ""].append(index)
+    return tuple(sorted(index for alike in found.values() for index in alike[:LAYERS]))
 
 
 def small_plan(plan: Plan, layers: Sequence[int]) -> Plan:
@@ -168,7 +171,19 @@ class _Blank:
     def read(self, name: str, offset: int, out: memoryview) -> None:
         pass
 
+    def read_all(self, transfers: Sequence[Transfer]) -> None:
+        pass
+
+    def gather(self, name: str, offset: int, out: memoryview) -> None:
+        pass
+
     def write(self, name: str, offset: int, data: memoryview) -> None:
+        pass
+
+    def write_all(self, transfers: Sequence[Transfer]) -> None:
+        pass
+
+    def applied(self, checksums: object) -> None:
         pass
 
 

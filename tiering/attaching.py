@@ -20,7 +20,7 @@ from tiering.errors import RefusedError
 from tiering.generations import read_root
 from tiering.lock import StoreLock
 from tiering.manifest import Root
-from tiering.opened import open_generation
+from tiering.opened import examine_generation
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ def attach_drives(path: str | os.PathLike[str], folders: Sequence[Path]) -> tupl
     Raises:
         LockedError: A process writes the store.
         RefusedError: A folder is no drive of this store; nothing was changed.
-        CorruptionError: Shards are missing or truncated, or another drive is missing still.
+        CorruptionError: No generation is whole, or another drive is missing still.
     """
     store = Path(os.path.abspath(path))
     read_root(store)  # before the lock: nothing is created in a folder that is no store
@@ -55,8 +55,13 @@ def attach_drives(path: str | os.PathLike[str], folders: Sequence[Path]) -> tupl
 
 
 def _check(store: Path, root: Root, drives: Sequence[Drive]) -> None:
-    for generation in root.generations:
-        open_generation(store, root, generation, drives)
+    """Refuse if nothing is whole; damage to some generations has nothing to do with drives."""
+    examined = [examine_generation(store, root, g, drives) for g in root.generations]
+    if not any(item.whole for item in examined):
+        raise examined[-1].faults[0]
+    for item in examined:
+        for fault in item.faults[:1]:
+            _log.warning("%s", fault)
 
 
 def _found(store: Path, root: Root, folder: Path) -> Drive:

@@ -56,10 +56,11 @@ def measure(folder: Path, nbytes: int = SAMPLE_NBYTES) -> Rates:
         with Arena(min(nbytes, REQUEST_NBYTES), lock=False) as arena:
             return _measure(folder, arena.take("request", arena.nbytes), nbytes, direct=direct)
     except OSError as error:
-        raise StorageError("measure", folder, errno=error.errno or 0) from error
+        raise StorageError("measure", folder, errno=error.errno or 0, wanted=nbytes) from error
 
 
 def _measure(folder: Path, request: memoryview, nbytes: int, *, direct: bool) -> Rates:
+    request[:] = os.urandom(request.nbytes)  # zeros may never reach the drive
     fd = open_unnamed(folder, os.O_DIRECT if direct else 0)
     try:
         _written(fd, request, nbytes)  # takes the blocks: training overwrites, that is faster

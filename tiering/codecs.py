@@ -30,8 +30,6 @@ LITTLE = {"name": "bytes", "configuration": {"endian": "little"}}
 Place = tuple[int, int]  # offset and length of an encoded chunk, crc32c included
 JSON = dict[str, Any]
 
-DEFAULT_CODEC = "blosc-zstd-shuffle"  # the smallest: 0.68 of bf16 weights, 0.84 of fp32
-
 
 class Codec(StrEnum):
     """What compresses a chunk. Each keeps every bit; all are read by other Zarr v3 readers."""

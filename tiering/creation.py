@@ -20,6 +20,7 @@ from tiering.manifest import encode_json
 from tiering.records import Record
 from tiering.schema_files import write_schema_files
 from tiering.shares import spread
+from tiering.slot_table import Form
 from tiering.slots import metadata_documents
 from tiering.space import slots_nbytes
 from tiering.writer import StoreWriter
@@ -61,12 +62,13 @@ def create_store(
         fsops.make_dir(store)
     with _locked(store, made) as store_lock:
         _clear_remains(store)
+        writer = None
         try:
             plan = with_shares(plan, slots_nbytes(records, max(2, slots)), measure=measure)
             with _created(store, uuid, plan, records, schema_files, slots, store_lock) as writer:
                 yield writer
         finally:
-            if not (store / ROOT).exists():
+            if writer is None or writer.committed is None:
                 _abandon(store, made)
 
 
@@ -100,10 +102,12 @@ def _created(
         path=store,
         uuid=uuid,
         schema=schema,
-        records={record.name: record for record in records},
-        documents=metadata_documents(records),
+        form=Form(
+            records={record.name: record for record in records},
+            documents=metadata_documents(records),
+            places=spread(records, {drive.number: drive.share for drive in plan}),
+        ),
         drives=plan,
-        places=spread(records, {drive.number: drive.share for drive in plan}),
         store_lock=store_lock,
     )
     with writer:
@@ -178,8 +182,11 @@ def _remove_drive(folder: Path) -> None:
 
 
 def _abandon(store: Path, made: bool) -> None:
-    """Remove everything of a creation that ended without a commit."""
+    """Remove everything of a creation that ended without a commit, or with one in doubt."""
     _log.info("%s: not committed, removed", store)
+    if (store / ROOT).exists():
+        fsops.unlink(store / ROOT)
+        fsops.fsync_dir(store)  # or a power cut leaves a root that names what is gone
     remains = _remains(store)
     if remains is not None:
         _dismantle(store, *remains)

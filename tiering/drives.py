@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import json
 import logging
 import os
 import pwd
@@ -11,9 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from tiering import fsops
-from tiering.errors import CorruptionError, RefusedError, StorageError
-from tiering.manifest import FORMAT, encode_json, parse_object
+from tiering.errors import CorruptionError, MegatrainError, RefusedError
+from tiering.fields import parse_object
+from tiering.manifest import FORMAT, encode_json
+from tiering.small_files import LABEL_MOST, read_small
 
 _log = logging.getLogger(__name__)
 
@@ -48,6 +50,8 @@ class Drive:
 def free_nbytes(folder: Path) -> int:
     """Return what an unprivileged process may still write in a folder."""
     status = os.statvfs(folder)
+    if not status.f_blocks:  # a ramfs has no size of its own: it takes what memory is left
+        return int(psutil.virtual_memory().available)
     return status.f_bavail * status.f_frsize
 
 
@@ -85,7 +89,7 @@ def find_drives(
     taken = {drive.number for drive in present}
     used: list[Drive] = []
     for folder in map(Path, map(os.path.abspath, folders)):
-        _require_folder(folder)
+        require_folder(folder)
         drive = _present_drive(folder, present)
         if drive is None:
             number = min(set(range(len(taken) + 1)) - taken)
@@ -103,7 +107,8 @@ def _is_same(one: Drive, other: Drive) -> bool:
     return named_alike and one.folder.parent.samefile(other.folder.parent)
 
 
-def _require_folder(folder: Path) -> None:
+def require_folder(folder: Path) -> None:
+    """Refuse what a drive cannot be made in: no folder, or one that this user may not write."""
     if not folder.is_dir():
         raise RefusedError(f"drive {folder}: no such folder; nothing is created there")
     if not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
@@ -145,10 +150,14 @@ def create_drive(store: Path, uuid: str, drive: Drive) -> None:
     fsops.symlink(drive.link, link_of(store, drive.number))
     fsops.fsync_dir(store / "drives")  # first: by the link the folder is found after a crash
     fsops.make_dir(drive.folder)
-    document = {"format": FORMAT, "uuid": uuid, "drive": drive.number}
-    fsops.write_file(drive.label, encode_json(document))
+    fsops.write_file(drive.label, expected_label(uuid, drive.number))
     fsops.fsync_dir(drive.folder)
     fsops.fsync_dir(drive.folder.parent)
+
+
+def expected_label(uuid: str, number: int) -> bytes:
+    """Return the content of the label of a drive."""
+    return encode_json({"format": FORMAT, "uuid": uuid, "drive": number})
 
 
 def drop_drive(store: Path, uuid: str, drive: Drive) -> None:
@@ -173,9 +182,8 @@ def is_ours(folder: Path, uuid: str, number: int) -> bool:
     if not folder.is_dir():
         return False
     try:
-        label = json.loads((folder / LABEL).read_bytes())
-        return bool(label["uuid"] == uuid and label["drive"] == number)
-    except (OSError, ValueError, TypeError, KeyError):
+        return read_label(folder) == (uuid, number)
+    except (FileNotFoundError, MegatrainError):
         return {entry.name for entry in folder.iterdir()} <= {LABEL}
 
 
@@ -219,7 +227,9 @@ def _open_drive(store: Path, uuid: str, number: int, share: float) -> Drive:
     try:
         drive = _linked_drive(link, number, share)
     except OSError as error:
-        raise CorruptionError(f"drive {number}: {link} is no link: {error.strerror}") from error
+        raise CorruptionError(
+            f"drive {number}: {link} is no link: {error.strerror}", file=link, drive=number
+        ) from error
     if not drive.folder.is_dir():
         raise _lost(store, drive, "is missing")
     try:
@@ -230,7 +240,9 @@ def _open_drive(store: Path, uuid: str, number: int, share: float) -> Drive:
     if found != (uuid, number):
         raise CorruptionError(
             f"{drive.label}: belongs to drive {found[1]} of store {found[0]}, expected "
-            f"drive {number} of store {uuid}"
+            f"drive {number} of store {uuid}",
+            file=drive.label,
+            drive=number,
         )
     return drive
 
@@ -248,12 +260,7 @@ def read_label(folder: Path) -> tuple[object, object]:
         FileNotFoundError: It has no label.
     """
     path = folder / LABEL
-    try:
-        label = parse_object(path.read_bytes(), path)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise StorageError("read", path, errno=error.errno or errno.EIO) from error
+    label = parse_object(read_small(path, LABEL_MOST), path)
     return label.get("uuid"), label.get("drive")
 
 
@@ -264,7 +271,9 @@ def _lost(store: Path, drive: Drive, state: str) -> CorruptionError:
     return CorruptionError(
         f"drive {drive.number}: folder {drive.folder} {state}; is its file system mounted? "
         f"{len(names)} records need it{listed}. The link is {link_of(store, drive.number)}; "
-        f"if the folder was moved: megatrain-ckpt attach {store} --drive FOLDER"
+        f"if the folder was moved: megatrain-ckpt attach {store} --drive FOLDER",
+        file=link_of(store, drive.number),
+        drive=drive.number,
     )
 
 

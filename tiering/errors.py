@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import errno as errnos
 import os
 from pathlib import Path
 from typing import ClassVar
+
+NOT_THERE = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
+"""What the kernel says where a path is wrong, and not the drive."""
+
+FULL = frozenset({errnos.ENOSPC, errnos.EDQUOT, errnos.EFBIG})
+"""What the kernel says where there is no room: of the drive, of a quota, of a file's limit."""
 
 
 class MegatrainError(Exception):
@@ -24,7 +31,25 @@ class RefusedError(MegatrainError):
 
 
 class CorruptionError(RefusedError):
-    """Bytes differ from what their manifest, index or header promises."""
+    """Bytes differ from what their manifest, index or header promises.
+
+    ``file``, ``drive``, ``offset`` and ``record`` say where, as far as they apply.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        file: str | os.PathLike[str] = "",
+        drive: int | None = None,
+        offset: int | None = None,
+        record: str = "",
+    ) -> None:
+        self.file = os.fspath(file)
+        self.drive = drive
+        self.offset = offset
+        self.record = record
+        super().__init__(message)
 
 
 class CapacityError(RefusedError):
@@ -62,4 +87,16 @@ class StorageError(MegatrainError):
         self.hint = hint
         reason = os.strerror(errno) if errno else "ended early"
         span = f" at offset {offset}: moved {moved} of {wanted} B" if wanted else ""
-        super().__init__(f"cannot {action} {self.path}{span}: {reason}{hint and f'; {hint}'}")
+        room = _room(self.path) if errno in FULL else ""
+        super().__init__(f"cannot {action} {self.path}{span}: {reason}{room}{hint and f'; {hint}'}")
+
+
+def _room(path: Path) -> str:
+    """Say what is free where ``path`` is, or would be."""
+    for folder in (path, *path.parents):
+        try:
+            status = os.statvfs(folder)
+        except OSError:
+            continue
+        return f", {status.f_bavail * status.f_frsize} B free"
+    return ""

@@ -166,10 +166,42 @@ def create_sparse(path: Path, nbytes: int, tail: bytes) -> None:
 
 def _write_all(fd: int, path: Path, data: bytes, offset: int = 0) -> None:
     view = memoryview(data)
-    with _step("write", path, offset=offset, data=[view]):
-        while view:
-            moved = os.pwrite(fd, view, offset)
-            view, offset = view[moved:], offset + moved
+    with (
+        _step("write", path, offset=offset, data=[view]),
+        _span("write", path, offset, len(view)) as span,
+    ):
+        while span.moved < len(view):
+            span.add(os.pwrite(fd, view[span.moved :], offset + span.moved))
+
+
+@dataclass(slots=True)
+class _Span:
+    """How many bytes of a step were moved."""
+
+    moved: int = 0
+
+    def add(self, moved: int) -> None:
+        """Count bytes; a call that moves none and does not fail would be made for ever."""
+        if moved <= 0:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        self.moved += moved
+
+
+@contextmanager
+def _span(action: str, path: Path, offset: int, wanted: int) -> Iterator[_Span]:
+    """Lend what counts the bytes of a step, so that its error tells how far it came."""
+    span = _Span()
+    try:
+        yield span
+    except OSError as error:
+        raise StorageError(
+            action,
+            path,
+            errno=error.errno or 0,
+            offset=offset + span.moved,
+            wanted=wanted,
+            moved=span.moved,
+        ) from error
 
 
 class Replacement:
@@ -192,11 +224,15 @@ class Replacement:
     def append(self, *parts: Buffer) -> None:
         """Write ``parts`` one after another behind what was appended before."""
         views = [memoryview(part).cast("B") for part in parts]
-        with _step("write", self._temporary, offset=self._nbytes, data=views):
-            while views:
+        wanted = sum(map(len, views))
+        start, path = self._nbytes, self._temporary
+        with (
+            _step("write", path, offset=start, data=views),
+            _span("write", path, start, wanted) as span,
+        ):
+            while span.moved < wanted:
                 moved = os.pwritev(self._fd, views, self._nbytes)
-                if moved == 0 and any(views):
-                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+                span.add(moved)
                 self._nbytes += moved
                 while views and moved >= len(views[0]):
                     moved -= len(views.pop(0))
@@ -310,7 +346,10 @@ def reserve(path: Path, nbytes: int) -> None:
     with _descriptor(path, os.O_RDWR) as fd:
         before = os.fstat(fd).st_size
         try:
-            with _step("reserve", path, nbytes=nbytes):
+            with (
+                _step("reserve", path, nbytes=nbytes),
+                _span("reserve", path, 0, nbytes),
+            ):
                 os.posix_fallocate(fd, 0, nbytes)
         except StorageError:
             with _step("truncate", path, nbytes=before):

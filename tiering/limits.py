@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 
 from tiering import fsops
+from tiering.backends.probe import IN_RAM
 
 _FILES = {"memory.max", "memory.limit_in_bytes"}
-_IN_MEMORY = frozenset({"tmpfs", "ramfs"})
 _CAP_IPC_LOCK = 1 << 14
 _EVERY_UID = ["0", "0", "4294967295"]
 
@@ -85,4 +85,4 @@ def _may_lock_anything(process: Path) -> bool:
 
 def in_memory(folder: Path) -> bool:
     """Return whether the files of ``folder`` are kept in memory and nowhere else."""
-    return fsops.filesystem_type(folder) in _IN_MEMORY
+    return fsops.filesystem_type(folder) in IN_RAM

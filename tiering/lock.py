@@ -8,16 +8,20 @@ import errno
 import fcntl
 import os
 import socket
+import stat
 import sys
 import time
 from pathlib import Path
 
 from tiering import fsops
-from tiering.errors import LockedError, StorageError
+from tiering.errors import CorruptionError, LockedError, MegatrainError, StorageError
+from tiering.small_files import LABEL_MOST, kind_of, read_small
 
 _TRIES = 5
 _PAUSE_S = 0.01
 _HOLD_TRIES = 500
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO in the file's place must not keep us
+_TEXT_MOST = 500
 
 
 class StoreLock:
@@ -31,7 +35,7 @@ class StoreLock:
 
     def __init__(self, path: Path, run_id: str = "") -> None:
         self.path = path
-        self._fd = fsops.open_file(path, os.O_RDWR | os.O_CREAT)
+        self._fd = _open_lock(path)
         try:
             # More than once: ``lock_holder`` takes a shared lock for a moment to see who is there.
             if not _acquire(self._fd, path, fcntl.LOCK_EX, _TRIES):
@@ -54,6 +58,22 @@ class StoreLock:
         self.close()
 
 
+def _open_lock(path: Path) -> int:
+    """Return a descriptor of the lock file, which is made if need be.
+
+    Its text is written over: where it is a link, that would be somebody's file.
+    """
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        mode = stat.S_IFREG
+    except OSError as error:
+        raise StorageError("look at", path, errno=error.errno or 0) from error
+    if not stat.S_ISREG(mode):
+        raise CorruptionError(f"{path}: is {kind_of(mode)}, expected a file", file=path)
+    return fsops.open_file(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+
 def _acquire(fd: int, path: Path, kind: int, tries: int) -> bool:
     for _ in range(tries):
         if _flock(fd, kind, path):
@@ -72,16 +92,17 @@ def _holder(run_id: str) -> str:
 def holder_text(path: Path) -> str:
     """Return what the last holder of a lock file wrote into it."""
     try:
-        return path.read_text(errors="replace").strip() or "an unnamed process"
-    except OSError:
+        text = read_small(path, LABEL_MOST).decode(errors="replace").strip()
+        return text[:_TEXT_MOST] or "an unnamed process"
+    except (OSError, MegatrainError):
         return "an unknown process"
 
 
 def lock_holder(path: Path) -> str | None:
     """Return who holds the lock file ``path`` now, or None."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
+        fd = os.open(path, _READ)
+    except (FileNotFoundError, NotADirectoryError):
         return None
     try:
         return None if _flock(fd, fcntl.LOCK_SH, path) else holder_text(path)
@@ -98,8 +119,8 @@ def hold(path: Path) -> int | None:
         LockedError: A writer has kept it to itself for longer than removing the file takes.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
+        fd = os.open(path, _READ)
+    except (FileNotFoundError, NotADirectoryError):
         return None
     try:
         if _acquire(fd, path, fcntl.LOCK_SH, _HOLD_TRIES):
@@ -116,11 +137,23 @@ def hold(path: Path) -> int | None:
 
 def claim(path: Path) -> int | None:
     """Return a descriptor that owns ``path`` alone, or None while somebody holds it."""
-    fd = fsops.open_file(path, os.O_RDONLY)
+    fd = fsops.open_file(path, _READ)
     if _flock(fd, fcntl.LOCK_EX, path):
         return fd
     os.close(fd)
     return None
+
+
+def is_held(path: Path) -> bool:
+    """Return whether somebody holds ``path``; nobody can if it is gone."""
+    try:
+        fd = os.open(path, _READ)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    try:
+        return not _flock(fd, fcntl.LOCK_EX, path)
+    finally:
+        os.close(fd)
 
 
 def _flock(fd: int, kind: int, path: Path) -> bool:
@@ -136,15 +169,13 @@ def _flock(fd: int, kind: int, path: Path) -> bool:
 def holders_of(path: Path) -> list[int]:
     """Return the process ids that hold a lock on ``path``, as far as the kernel tells."""
     try:
-        inode = path.stat().st_ino
+        status = path.stat()
         lines = Path("/proc/locks").read_text().splitlines()
     except OSError:
         return []
-    fields = [line.split() for line in lines]
-    return sorted(
-        {
-            int(f[4])
-            for f in fields
-            if len(f) > 5 and f[1] == "FLOCK" and f[5].rpartition(":")[2] == str(inode)
-        }
-    )
+    held = [fields for line in lines if (fields := line.split())[1:2] == ["FLOCK"]]
+    inode = [fields for fields in held if fields[5].rpartition(":")[2] == str(status.st_ino)]
+    device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
+    # some file systems show programs another device than the kernel's: then the inode must do
+    here = [fields for fields in inode if fields[5].rpartition(":")[0] == device] or inode
+    return sorted({int(fields[4]) for fields in here})

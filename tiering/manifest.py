@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -16,13 +16,20 @@ import numpy as np
 from tiering.checksum import Table
 from tiering.codecs import Codec, encoded_bounds, shard_spec
 from tiering.errors import CorruptionError, RefusedError
-from tiering.records import ITEMSIZE, NAME, Record
+from tiering.fields import Fields, parse
+from tiering.records import ITEMSIZE, NAME, NBYTES_MOST, SHARD_NBYTES_MOST, Record
 
 FORMAT = 1
 ATTRIBUTE = "megatrain"
-_DIGEST = re.compile(r"[0-9a-f]{64}")
+DIGEST = re.compile(r"[0-9a-f]{64}")
 _CODECS = {str(codec): codec for codec in Codec}
 _UUID = re.compile(r"[0-9a-f]{32}")
+_NUMBER_MOST = (1 << 31) - 1  # of slots and drives
+_CHUNKS_MOST = 1 << 26  # of a generation: what is read whole has its limit, and so have checksums
+
+
+class NoStoreError(RefusedError):
+    """A Zarr group that does not say that it is a store."""
 
 
 def digest(data: bytes | memoryview) -> str:
@@ -95,32 +102,46 @@ class Root:
                 for g in self.generations
             ],
         }
+        pointer["check"] = _check_of(pointer)
         group = {"zarr_format": 3, "node_type": "group", "attributes": {ATTRIBUTE: pointer}}
         return encode_json(group)
 
     @classmethod
     def decode(cls, data: bytes, source: Path) -> Root:
         """Return the root that ``data``, the content of ``source``, encodes."""
-        group = _Fields(_parse(data, source), source, "")
+        group = Fields(parse(data, source), source, "")
         if group.value("node_type") != "group" or group.value("zarr_format") != 3:
-            raise CorruptionError(f"{source}: not the zarr.json of a Zarr v3 group")
+            raise CorruptionError(f"{source}: not the zarr.json of a Zarr v3 group", file=source)
         attributes = group.value("attributes")
         if not isinstance(attributes, dict) or ATTRIBUTE not in attributes:
-            raise RefusedError(f"{source}: a Zarr group, but no store: no {ATTRIBUTE!r} attribute")
-        fields = _Fields(attributes[ATTRIBUTE], source, f"attributes.{ATTRIBUTE}")
-        _check_format(fields)
+            raise NoStoreError(f"{source}: a Zarr group, but no store: no {ATTRIBUTE!r} attribute")
+        pointer = attributes[ATTRIBUTE]
+        fields = Fields(pointer, source, f"attributes.{ATTRIBUTE}")
+        try:
+            _check_format(fields)
+        except RefusedError as error:  # the check is the same in every format
+            if pointer.get("check") == _check_of(pointer):
+                raise
+            raise CorruptionError(f"{error}; or it is damaged", file=source) from error
         root = cls(
             uuid=fields.pattern("uuid", _UUID),
             drives=_drives(fields),
-            schema=fields.pattern("schema", _DIGEST),
+            schema=fields.pattern("schema", DIGEST),
             generations=tuple(_generation(g) for g in fields.items("generations")),
         )
         _check_pointer(fields, root)
+        fields.equal("check", _check_of(pointer), "the sha256 of the rest")
         fields.finish()
         return root
 
 
-def _drives(fields: _Fields) -> dict[int, float]:
+def _check_of(pointer: Mapping[str, Any]) -> str:
+    """Return what makes a flipped bit of the root show: nothing else vouches for all of it."""
+    rest = {key: value for key, value in pointer.items() if key != "check"}
+    return digest(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode())
+
+
+def _drives(fields: Fields) -> dict[int, float]:
     pairs = [_drive(item) for item in fields.items("drives")]
     numbers = [number for number, _ in pairs]
     if not numbers or numbers != sorted(set(numbers)):
@@ -130,25 +151,31 @@ def _drives(fields: _Fields) -> dict[int, float]:
     return dict(pairs)
 
 
-def _drive(fields: _Fields) -> tuple[int, float]:
-    drive = fields.integer("drive", 0), fields.fraction("share")
+def _drive(fields: Fields) -> tuple[int, float]:
+    drive = fields.integer("drive", 0, _NUMBER_MOST), fields.fraction("share")
     fields.finish()
     return drive
 
 
-def _generation(fields: _Fields) -> Generation:
+def _generation(fields: Fields) -> Generation:
     generation = Generation(
         number=fields.integer("generation", 1),
         parent=fields.optional_integer("parent", 1),
-        slot=fields.integer("slot", 0),
+        slot=fields.integer("slot", 0, _NUMBER_MOST),
         step=fields.integer("step", 0),
-        digest=fields.pattern("sha256", _DIGEST),
+        digest=fields.pattern("sha256", DIGEST),
     )
+    _check_parent(fields, generation.number, generation.parent)
     fields.finish()
     return generation
 
 
-def _check_pointer(fields: _Fields, root: Root) -> None:
+def _check_parent(fields: Fields, number: int, parent: int | None) -> None:
+    if parent is not None and parent >= number:
+        raise fields.error("parent", parent, f"a number below {number}")
+
+
+def _check_pointer(fields: Fields, root: Root) -> None:
     numbers = [g.number for g in root.generations]
     if not numbers or numbers != sorted(set(numbers)):
         raise fields.error("generations", numbers, "ascending numbers, at least one")
@@ -161,7 +188,7 @@ def _check_pointer(fields: _Fields, root: Root) -> None:
         "sha256": last.digest,
     }
     for key, value in expected.items():
-        fields.equal(key, value)
+        fields.equal(key, value, f"{value!r} as in the last of generations")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,6 +235,11 @@ class Manifest:
     table_digest: str
     train_state: Mapping[str, Any]
 
+    @property
+    def table_nbytes(self) -> int:
+        """The length of ``checksums.bin``."""
+        return 4 * sum(entry.count for entry in self.records.values())
+
     def encode(self) -> bytes:
         """Return the bytes of ``manifest.json``."""
         document = {
@@ -239,40 +271,43 @@ class Manifest:
     @classmethod
     def decode(cls, data: bytes, source: Path) -> Manifest:
         """Return the manifest that ``data``, the content of ``source``, encodes."""
-        fields = _Fields(_parse(data, source), source, "")
+        fields = Fields(parse(data, source), source, "")
         _check_format(fields)
         manifest = cls(
             uuid=fields.pattern("uuid", _UUID),
             generation=fields.integer("generation", 1),
             parent=fields.optional_integer("parent", 1),
-            slot=fields.integer("slot", 0),
+            slot=fields.integer("slot", 0, _NUMBER_MOST),
             step=fields.integer("step", 0),
             records={name: _entry(e) for name, e in fields.named("records")},
-            metadata={k: str(v) for k, v in fields.mapping("metadata").items()},
-            table_digest=fields.pattern("table", _DIGEST),
+            metadata=fields.patterns("metadata", DIGEST),
+            table_digest=fields.pattern("table", DIGEST),
             train_state=fields.mapping("train_state"),
         )
+        _check_parent(fields, manifest.generation, manifest.parent)
         fields.finish()
         _check_entries(manifest, fields)
         return manifest
 
 
-def _entry(fields: _Fields) -> Entry:
+def _entry(fields: Fields) -> Entry:
     entry = Entry(
         dtype=fields.member("dtype", ITEMSIZE),
         length=fields.integer("length", 1),
         shared=fields.boolean("shared"),
         codec=fields.optional_member("codec", _CODECS),
-        shard_nbytes=fields.integer("shard_nbytes", 1),
+        shard_nbytes=fields.integer("shard_nbytes", 1, SHARD_NBYTES_MOST),
         first=fields.integer("first", 0),
         count=fields.integer("count", 1),
         files=fields.integers("files"),
     )
+    if entry.length * ITEMSIZE[entry.dtype] > NBYTES_MOST:
+        raise fields.error("length", entry.length, f"at most {NBYTES_MOST} B of elements")
     fields.finish()
     return entry
 
 
-def _check_entries(manifest: Manifest, fields: _Fields) -> None:
+def _check_entries(manifest: Manifest, fields: Fields) -> None:
     paths = {"zarr.json", *(f"{name}/zarr.json" for name in manifest.records)}
     if manifest.metadata.keys() != paths:
         odd = sorted(manifest.metadata.keys() ^ paths)
@@ -286,22 +321,25 @@ def _check_entries(manifest: Manifest, fields: _Fields) -> None:
         record = entry.record(name)
         if entry.count != record.geometry.chunk_count:
             raise fields.error(f"records.{name}.count", entry.count, record.geometry.chunk_count)
-        _check_files(name, entry, record, fields)
         first += entry.count
+        if first > _CHUNKS_MOST:
+            raise fields.error(f"records.{name}.count", first, f"{_CHUNKS_MOST} chunks at most")
+        _check_files(name, entry, record, fields)
 
 
-def _check_files(name: str, entry: Entry, record: Record, fields: _Fields) -> None:
+def _check_files(name: str, entry: Entry, record: Record, fields: Fields) -> None:
+    count = record.geometry.shard_count
+    if len(entry.files) != count:
+        raise fields.error(f"records.{name}.files", entry.files, f"{count} lengths")
     expected = file_lengths(record)
     if expected is not None:
         if entry.files != expected:
             raise fields.error(f"records.{name}.files", entry.files, expected)
         return
-    specs = [shard_spec(record, shard) for shard in range(record.geometry.shard_count)]
-    bounds = [encoded_bounds(spec) for spec in specs]
-    if len(entry.files) != len(bounds) or not all(
-        low <= nbytes <= high for nbytes, (low, high) in zip(entry.files, bounds, strict=True)
-    ):
-        raise fields.error(f"records.{name}.files", entry.files, f"lengths within {bounds}")
+    for shard, nbytes in enumerate(entry.files):
+        low, high = encoded_bounds(shard_spec(record, shard))
+        if not low <= nbytes <= high:
+            raise fields.error(f"records.{name}.files[{shard}]", nbytes, f"from {low} to {high}")
 
 
 def file_lengths(record: Record) -> tuple[int, ...] | None:
@@ -354,140 +392,19 @@ def decode_table(data: bytes, manifest: Manifest, source: Path) -> Table:
     if found != manifest.table_digest:
         raise CorruptionError(
             f"{source}: sha256 is {found}, generation {manifest.generation} was committed with "
-            f"{manifest.table_digest}"
+            f"{manifest.table_digest}",
+            file=source,
         )
-    expected = 4 * sum(entry.count for entry in manifest.records.values())
+    expected = manifest.table_nbytes
     if len(data) != expected:
-        raise CorruptionError(f"{source}: {len(data)} B, expected {expected} B")
+        raise CorruptionError(f"{source}: {len(data)} B, expected {expected} B", file=source)
     return np.frombuffer(data, "<u4").astype(np.uint32)
 
 
-def _check_format(fields: _Fields) -> None:
+def _check_format(fields: Fields) -> None:
     number = fields.integer("format", 1)
     if number > FORMAT:
         raise RefusedError(
             f"{fields.source}: written in format {number}, this program reads up to format "
             f"{FORMAT}; use a newer version"
         )
-
-
-def parse_object(data: bytes, source: Path) -> dict[str, Any]:
-    """Return the JSON object that ``data``, the content of ``source``, spells."""
-    document = _parse(data, source)
-    if not isinstance(document, dict):
-        raise CorruptionError(f"{source}: found {type(document).__name__}, expected an object")
-    return document
-
-
-def _parse(data: bytes, source: Path) -> Any:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        document = dict(pairs)
-        if len(document) != len(pairs):
-            raise CorruptionError(f"{source}: a key appears twice in one object")
-        return document
-
-    try:
-        return json.loads(data, object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
-        raise CorruptionError(f"{source}: no valid JSON ({error})") from error
-
-
-class _Fields:
-    """Strict reading of one JSON object: every key is asked for once, none is left over."""
-
-    def __init__(self, document: Any, source: Path, where: str) -> None:
-        self.source = source
-        self._where = where
-        if not isinstance(document, dict):
-            raise CorruptionError(
-                f"{source}: {where or 'document'}: found {type(document).__name__}, "
-                "expected an object"
-            )
-        self._left: dict[str, Any] = dict(document)
-
-    def error(self, key: str, found: object, expected: object) -> CorruptionError:
-        name = f"{self._where}.{key}" if self._where else key
-        return CorruptionError(f"{self.source}: {name}: found {found!r}, expected {expected}")
-
-    def value(self, key: str) -> Any:
-        if key not in self._left:
-            raise self.error(key, "nothing", "a value")
-        return self._left.pop(key)
-
-    def integer(self, key: str, minimum: int) -> int:
-        value = self.value(key)
-        if not _is_integer(value) or value < minimum:
-            raise self.error(key, value, f"an integer of at least {minimum}")
-        return int(value)
-
-    def optional_integer(self, key: str, minimum: int) -> int | None:
-        if self._left.get(key, 0) is None:
-            del self._left[key]
-            return None
-        return self.integer(key, minimum)
-
-    def integers(self, key: str) -> tuple[int, ...]:
-        value = self.value(key)
-        if not isinstance(value, list) or not all(map(_is_integer, value)):
-            raise self.error(key, value, "a list of integers")
-        return tuple(value)
-
-    def fraction(self, key: str) -> float:
-        value = self.value(key)
-        if not (_is_integer(value) or isinstance(value, float)) or not 0 <= value <= 1:
-            raise self.error(key, value, "a number from 0 to 1")
-        return float(value)
-
-    def boolean(self, key: str) -> bool:
-        value = self.value(key)
-        if not isinstance(value, bool):
-            raise self.error(key, value, "true or false")
-        return value
-
-    def pattern(self, key: str, pattern: re.Pattern[str]) -> str:
-        value = self.value(key)
-        if not isinstance(value, str) or not pattern.fullmatch(value):
-            raise self.error(key, value, f"text that matches {pattern.pattern}")
-        return value
-
-    def member(self, key: str, allowed: Mapping[str, Any]) -> str:
-        value = self.value(key)
-        if not isinstance(value, str) or value not in allowed:
-            raise self.error(key, value, f"one of {', '.join(allowed)}")
-        return value
-
-    def optional_member(self, key: str, allowed: Mapping[str, Any]) -> str | None:
-        if self._left.get(key, "") is None:
-            del self._left[key]
-            return None
-        return self.member(key, allowed)
-
-    def mapping(self, key: str) -> dict[str, Any]:
-        value = self.value(key)
-        if not isinstance(value, dict):
-            raise self.error(key, value, "an object")
-        return value
-
-    def items(self, key: str) -> Iterator[_Fields]:
-        value = self.value(key)
-        if not isinstance(value, list):
-            raise self.error(key, value, "a list")
-        for index, item in enumerate(value):
-            yield _Fields(item, self.source, f"{key}[{index}]")
-
-    def named(self, key: str) -> Iterator[tuple[str, _Fields]]:
-        for name, item in self.mapping(key).items():
-            yield name, _Fields(item, self.source, f"{key}.{name}")
-
-    def equal(self, key: str, expected: object) -> None:
-        found = self.value(key)
-        if found != expected:
-            raise self.error(key, found, f"{expected!r} as in the last of generations")
-
-    def finish(self) -> None:
-        if self._left:
-            raise self.error(next(iter(self._left)), "a key", "no such key")
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

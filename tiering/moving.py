@@ -49,7 +49,9 @@ from tiering.slots import (
 
 _log = logging.getLogger(__name__)
 
-_SHARD_FILE = re.compile(rf"(\d+|{SHARED}[^.]*)\..+\.\d+({re.escape(fsops.UNFINISHED)})?")
+_SHARD_FILE = re.compile(
+    rf"(\d+|{SHARED}[^.]*)\.(?P<record>.+)\.\d+({re.escape(fsops.UNFINISHED)})?"
+)
 
 Progress = Callable[[int, int], None]
 
@@ -101,9 +103,9 @@ def _opened(store: Path) -> Iterator[_Mover]:
     with _claimed(store, root):
         slots = [_slot_of(generation) for generation in listed]
         taken = {slot.number for slot in slots}
-        free = (_free_slot(store, number, listed[-1], drives) for number in existing_slots(store))
-        others = [slot for slot in free if slot is not None and slot.number not in taken]
-        yield _Mover(store, root, drives, [*others, *slots])
+        rest = [number for number in existing_slots(store) if number not in taken]
+        found = [_free_slot(store, number, listed[-1], drives) for number in rest]
+        yield _Mover(store, root, drives, [*filter(None, found), *slots])
 
 
 @contextmanager
@@ -114,7 +116,7 @@ def _claimed(store: Path, root: Root) -> Iterator[None]:
         LockedError: Somebody does; the message names the processes.
     """
     held = reap(store, {g.number for g in root.generations})
-    _refuse_readers(store, held.values())
+    _refuse_readers(store, held)
     with ExitStack() as stack:
         for generation in root.generations:
             path = store / generation.folder / "manifest.json"
@@ -178,10 +180,11 @@ class _Mover:
             drop_drive(self._store, self._root.uuid, drive)
         fsops.unlink(self._store / NEW_LINK, missing_ok=True)
         linked = self._paths()
-        for drive in self._drives:
-            for path in sorted(drive.folder.iterdir()):
-                if _SHARD_FILE.fullmatch(path.name) and path not in linked:
-                    fsops.unlink(path)
+        names = {name for slot in self._slots for name in slot.records}
+        for path in (path for drive in self._drives for path in sorted(drive.folder.iterdir())):
+            match = _SHARD_FILE.fullmatch(path.name)
+            if match and match["record"] in names and path not in linked:
+                fsops.unlink(path)
 
     def _paths(self) -> set[Path]:
         """Return every file that a link of a slot leads to."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from tiering import fsops
 from tiering.backends.choice import DriveBackend, Engine, open_backends
@@ -14,12 +14,15 @@ from tiering.backends.probe import Access, probe
 from tiering.backends.zarr3 import Zarr3Backend
 from tiering.checksum import Table
 from tiering.drives import Drive
+from tiering.errors import CorruptionError, MegatrainError, StorageError
+from tiering.fields import Fields, parse_object, shown
 from tiering.generations import read_manifest
-from tiering.manifest import Generation, Manifest, Root, parse_object
+from tiering.manifest import Entry, Generation, Manifest, Root
 from tiering.recordio import RecordFiles
 from tiering.records import Record
 from tiering.schema_files import read_schema_file, schema_digests
-from tiering.slots import Locations, locate, read_metadata
+from tiering.slots import Locations, OnFault, locate, read_metadata, refuse, slot_folder
+from tiering.zarr_documents import array_document
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,22 +59,29 @@ class OpenGeneration:
 
 
 def open_generation(
-    store: Path, root: Root, generation: Generation, drives: Sequence[Drive]
+    store: Path,
+    root: Root,
+    generation: Generation,
+    drives: Sequence[Drive],
+    on_fault: OnFault = refuse,
 ) -> OpenGeneration:
     """Return what a listed generation is, after checking digests, links and lengths.
+
+    Whatever ``on_fault`` lets pass is left out.
 
     Raises:
         CorruptionError: A manifest, metadata, link or shard is not what was committed.
     """
     manifest, table = read_manifest(store, root, generation)
-    documents = read_metadata(store, generation.slot, manifest.metadata)
-    records = _records_of(manifest, documents)
+    documents = read_metadata(store, generation.slot, manifest.metadata, on_fault)
+    records = _records_of(manifest, documents, slot_folder(store, generation.slot))
     locations = locate(
         store,
         generation.slot,
         records=list(records.values()),
         drives=drives,
         lengths={name: entry.files for name, entry in manifest.records.items()},
+        on_fault=on_fault,
     )
     return OpenGeneration(
         manifest=manifest,
@@ -82,18 +92,54 @@ def open_generation(
     )
 
 
-def _records_of(manifest: Manifest, documents: Mapping[str, bytes]) -> dict[str, Record]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examined:
+    """A listed generation as far as it is whole: None where not even its manifest is."""
+
+    found: OpenGeneration | None
+    faults: tuple[MegatrainError, ...]
+
+    @property
+    def whole(self) -> OpenGeneration | None:
+        """The generation, if nothing is wrong with it."""
+        return None if self.faults else self.found
+
+
+def examine_generation(
+    store: Path, root: Root, generation: Generation, drives: Sequence[Drive]
+) -> Examined:
+    """Return what is there of a listed generation, and everything that is wrong with it.
+
+    No bytes of records are read.
+    """
+    faults: list[MegatrainError] = []
+    try:
+        found = open_generation(store, root, generation, drives, faults.append)
+    except (CorruptionError, StorageError) as fault:
+        return Examined(found=None, faults=(*faults, fault))
+    return Examined(found=found, faults=tuple(faults))
+
+
+def _records_of(
+    manifest: Manifest, documents: Mapping[str, bytes], folder: Path
+) -> dict[str, Record]:
     """Return the records of a generation with the attributes that their metadata holds."""
     return {
-        name: entry.record(name, _attributes(name, documents))
+        name: _record(name, entry, folder / name / "zarr.json", documents.get(f"{name}/zarr.json"))
         for name, entry in manifest.records.items()
     }
 
 
-def _attributes(name: str, documents: Mapping[str, bytes]) -> Mapping[str, Any]:
-    path = f"{name}/zarr.json"
-    attributes: Mapping[str, Any] = parse_object(documents[path], Path(path))["attributes"]
-    return attributes
+def _record(name: str, entry: Entry, path: Path, document: bytes | None) -> Record:
+    """Return a record that its metadata describes as the manifest does."""
+    if document is None:  # damaged, and let pass
+        return entry.record(name)
+    fields = Fields(parse_object(document, path), path, "")
+    record = entry.record(name, fields.mapping("attributes"))
+    for key, value in parse_object(array_document(record), path).items():
+        if key != "attributes":
+            fields.equal(key, value, f"{shown(value)} by the manifest")
+    return record
 
 
 class OpenStore:
@@ -104,6 +150,7 @@ class OpenStore:
         records: Every record by name, in the order of the manifest.
         drives: Where its shards lie.
         access: How each drive is read and written, and why.
+        waits: Which files each thread waits for.
     """
 
     def __init__(
@@ -129,6 +176,7 @@ class OpenStore:
         self._encoded: dict[int, Zarr3Backend] = {}
         places = {drive.number: place for place, drive in enumerate(self.drives)}
         self._files = RecordFiles(lambda drive: self.backends[places[drive]], self._encoded_backend)
+        self.waits = self._files.waits
 
     def _encoded_backend(self, drive: int) -> Zarr3Backend:
         """Return what moves the encoded shards of a drive; most stores have none."""
@@ -180,7 +228,8 @@ class OpenStore:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _chunk(self, name: str, index: int, slot: int, checksums: Table) -> ChunkRef:
+    def chunk_in(self, name: str, index: int, slot: int, checksums: Table) -> ChunkRef:
+        """Return where one chunk of a record lies in ``slot``; ``checksums`` are the record's."""
         record = self._files.records(slot)[name]
         geometry = record.geometry
         shard, place = divmod(index, geometry.chunks_per_shard)

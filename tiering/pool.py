@@ -11,8 +11,9 @@ from typing import Any
 from tiering.arena import Arena
 from tiering.backends.memory import MemoryBackend
 from tiering.checksum import ChunkCrc, Table
-from tiering.errors import CorruptionError
 from tiering.manifest import Generation
+from tiering.read_checks import EveryRead, FirstPass
+from tiering.recordio import Transfer
 from tiering.records import ALIGNMENT, Record, Tier
 from tiering.store import StoreWriter
 
@@ -31,7 +32,8 @@ class Pool:
     """Serves the records of a store to one training run.
 
     Residents are views of the arena of their tier; all others are read from the input slot of the
-    step and written to its output slot. ``read`` and ``write`` are thread-safe.
+    step and written to its output slot. ``read`` and ``write`` are thread-safe. With
+    ``verify_reads`` every read is checked, else only the first pass over what was committed before.
     """
 
     def __init__(
@@ -39,6 +41,8 @@ class Pool:
         store: StoreWriter,
         placement: Mapping[str, Tier],
         arenas: Mapping[Tier, Arena],
+        *,
+        verify_reads: bool = False,
     ) -> None:
         self._store = store
         self._records = store.records
@@ -49,10 +53,16 @@ class Pool:
         self._output: int | None = None
         self._output_holds_step = False
         self._first_passes = {
-            name: _FirstPass(record, store)
+            name: FirstPass(record, store)
             for name, record in store.records.items()
             if name not in self._residents
         }
+        self._every_read = {
+            name: EveryRead(record, store)
+            for name, record in store.records.items()
+            if verify_reads and name not in self._residents
+        }
+        self._applied: Mapping[str, Table] = {}
         self._opened_slot: int | None = store.manifest.slot
         self._guard = threading.Lock()
         self._traffic = {tier: Traffic() for tier in Tier}
@@ -83,7 +93,7 @@ class Pool:
             record = self._records[name]
             self._store.read(self._store.manifest.slot, name, 0, view)
             self._count(record, read=len(view))
-            _FirstPass(record, self._store).check(0, view)
+            FirstPass(record, self._store).check(0, view)
             if on_bytes is not None:
                 on_bytes(record.nbytes)
 
@@ -111,18 +121,50 @@ class Pool:
     def read(self, name: str, offset: int, out: memoryview) -> None:
         """Fill ``out`` with bytes of a record on drives, as the previous step left them.
 
-        The first pass over what was committed before the run is checked as it streams through;
-        pieces of a chunk must come in order, others are read without a check.
+        It is a piece of a pass over the record: those of one chunk come in order. A chunk is
+        checked as it streams through, without ``verify_reads`` only in the first pass over what
+        was committed before the run.
 
         Raises:
             CorruptionError: A chunk's crc32c differs; the content of ``out`` is undefined.
         """
-        self._store.read(self._input, name, offset, out)
-        self._count(self._records[name], read=memoryview(out).nbytes)
+        self.read_all([Transfer(name, offset, out)])
+
+    def read_all(self, transfers: Sequence[Transfer]) -> None:
+        """Read several records at once, as ``read`` does; their drives work at the same time.
+
+        With ``verify_reads`` they are read one after another.
+        """
+        for t in transfers:
+            self._count(self._records[t.name], read=memoryview(t.view).nbytes)
+        if self._every_read:
+            for t in transfers:
+                check = self._every_read[t.name]
+                check.stream(self._input, t.offset, t.view, self._table(t.name))
+            return
+        self._store.read_all(self._input, transfers)
         if self._input == self._opened_slot:
-            first_pass = self._first_passes[name]
-            if not first_pass.done:
-                first_pass.check(offset, out)
+            for t in transfers:
+                first_pass = self._first_passes[t.name]
+                if not first_pass.done:
+                    first_pass.check(t.offset, t.view)
+
+    def gather(self, name: str, offset: int, out: memoryview) -> None:
+        """Fill ``out`` with bytes that are no piece of a pass; else as ``read``.
+
+        With ``verify_reads`` the chunks that they lie in are read whole.
+        """
+        self._count(self._records[name], read=memoryview(out).nbytes)
+        if self._every_read:
+            self._every_read[name].gather(self._input, offset, out, self._table(name))
+        else:
+            self._store.read(self._input, name, offset, out)
+
+    def _table(self, name: str) -> Table:
+        """Return the checksums of what a step reads."""
+        if self._input == self._store.working:
+            return self._applied[name]
+        return self._store.checksums(name)
 
     def check(self, name: str, bounce: memoryview) -> None:
         """Read a record on drives once in order, so that each of its chunks is checked.
@@ -140,9 +182,14 @@ class Pool:
 
     def write(self, name: str, offset: int, data: memoryview) -> None:
         """Write bytes of a record on drives as this step leaves them."""
-        self._store.write(self._required_output(), name, offset, data)
+        self.write_all([Transfer(name, offset, data)])
+
+    def write_all(self, transfers: Sequence[Transfer]) -> None:
+        """Write several records at once; their drives work at the same time."""
+        self._store.write_all(self._required_output(), transfers)
         self._output_holds_step = True
-        self._count(self._records[name], written=memoryview(data).nbytes)
+        for transfer in transfers:
+            self._count(self._records[transfer.name], written=memoryview(transfer.view).nbytes)
 
     def flush(self, name: str) -> Table:
         """Copy a resident record to the working slot; return the crc32c of its chunks."""
@@ -153,6 +200,10 @@ class Pool:
         crc = ChunkCrc(record)
         crc.feed(0, view)
         return crc.table()
+
+    def applied(self, checksums: Mapping[str, Table]) -> None:
+        """Hear that a step was written completely, with these checksums of what is on drives."""
+        self._applied = checksums
 
     def commit(
         self,
@@ -184,40 +235,3 @@ class Pool:
             traffic = self._traffic[record.tier]
             traffic.read_bytes += read
             traffic.written_bytes += written
-
-
-class _FirstPass:
-    """The check of a record's committed chunks the first time they are read after opening."""
-
-    def __init__(self, record: Record, store: StoreWriter) -> None:
-        self._name = record.name
-        self._store = store
-        self._crc = ChunkCrc(record)
-        self._chunk_nbytes = record.geometry.chunk_nbytes
-        self._left = set(range(record.geometry.chunk_count))
-        self._guard = threading.Lock()
-
-    @property
-    def done(self) -> bool:
-        return not self._left
-
-    def check(self, offset: int, data: memoryview) -> None:
-        with self._guard:
-            if self._repeats(offset, memoryview(data).nbytes):
-                return
-            for chunk in self._crc.feed(offset, data):
-                self._compare(chunk)
-                self._left.discard(chunk)
-
-    def _repeats(self, offset: int, nbytes: int) -> bool:
-        """Whether a read is of what the pass has seen: fed, it would begin the chunk anew."""
-        chunk, start = divmod(offset, self._chunk_nbytes)
-        return start == 0 and nbytes <= self._crc.fed(chunk)
-
-    def _compare(self, chunk: int) -> None:
-        found, place = self._crc.value(chunk), self._store.chunk(self._name, chunk)
-        if found != place.crc:
-            raise CorruptionError(
-                f"record {self._name}: chunk {chunk} is damaged on {place}: crc32c is "
-                f"{found:08x}, expected {place.crc:08x}"
-            )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 from types import TracebackType
 
 _STATUS = Path("/proc/self/status")
+_STATM = Path("/proc/self/statm")
+_PAGE = os.sysconf("SC_PAGE_SIZE")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"  # proc(5): VmHWM becomes VmRSS
 _SAMPLE_S = 0.001
@@ -23,7 +26,7 @@ def status_nbytes(field: str) -> int:
 
 def resident_nbytes() -> int:
     """Return what of this process lies in memory now: its own pages and those of its libraries."""
-    return status_nbytes("VmRSS")
+    return int(_STATM.read_text().split()[1]) * _PAGE
 
 
 class PeakMeter:

@@ -3,32 +3,46 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tiering import lock
 from tiering.checksum import Table
-from tiering.drives import open_drives
-from tiering.errors import CorruptionError, RefusedError
-from tiering.generations import checksums_of, read_root
+from tiering.drives import Drive, open_drives
+from tiering.errors import CorruptionError, MegatrainError
+from tiering.generations import checksums_of, find_generation, going_back, read_root
 from tiering.manifest import Generation, Root
-from tiering.opened import ChunkRef, OpenStore, open_generation
+from tiering.opened import (
+    ChunkRef,
+    OpenGeneration,
+    OpenStore,
+    examine_generation,
+    open_generation,
+)
+from tiering.slots import Shard
 
 
 class StoreReader(OpenStore):
     """A hold on one generation: no writer reuses its slot before ``close``."""
 
-    def __init__(self, path: Path, root: Root, generation: Generation, hold: int) -> None:
+    def __init__(
+        self,
+        path: Path,
+        root: Root,
+        generation: Generation,
+        hold: int,
+        found: OpenGeneration,
+        drives: Sequence[Drive],
+    ) -> None:
         self.root = root
         self.generation = generation
         self._hold = hold
-        drives = open_drives(path, root.uuid, root.drives)
-        found = open_generation(path, root, generation, drives)
         self.manifest, self._table = found.manifest, found.table
+        records = {name: found.records[name] for name in found.locations}
         super().__init__(
-            path=path, schema=root.schema, records=found.records, drives=drives, writable=False
+            path=path, schema=root.schema, records=records, drives=drives, writable=False
         )
-        self._files.attach(generation.slot, found.records, found.locations)
+        self._files.attach(generation.slot, records, found.locations)
 
     def read(self, record_name: str, offset: int, out: memoryview) -> None:
         """Fill ``out`` with the record's bytes at ``offset``; any alignment will do.
@@ -46,9 +60,13 @@ class StoreReader(OpenStore):
         for index in range(self.records[name].geometry.chunk_count):
             yield self.chunk(name, index)
 
+    def shards(self, name: str) -> Sequence[Shard]:
+        """Return where the shards of a record lie."""
+        return self._files.locations(self.generation.slot)[name]
+
     def chunk(self, name: str, index: int) -> ChunkRef:
         """Return where one chunk of a record lies and what its crc32c has to be."""
-        return self._chunk(name, index, self.generation.slot, self.checksums(name))
+        return self.chunk_in(name, index, self.generation.slot, self.checksums(name))
 
     def close(self) -> None:
         """Close every file, then give the generation back."""
@@ -68,10 +86,42 @@ def open_reader(path: str | os.PathLike[str], *, generation: int | None = None) 
     store = Path(os.path.abspath(path))
     root, found, hold = _hold_generation(store, generation)
     try:
-        return StoreReader(store, root, found, hold)
+        drives = open_drives(store, root.uuid, root.drives)
+        with going_back(store, root, found):
+            opened = open_generation(store, root, found, drives)
+        return StoreReader(store, root, found, hold, opened, drives)
     except BaseException:
         os.close(hold)
         raise
+
+
+def open_damaged(
+    path: str | os.PathLike[str], *, generation: int
+) -> tuple[StoreReader | None, tuple[MegatrainError, ...]]:
+    """Open what is there of a generation; return it with everything that is wrong with it.
+
+    The reader has the records whose shards are all there; None if the manifest is not whole.
+
+    Raises:
+        RefusedError: There is no store at ``path``, or no such generation in it.
+        CorruptionError: The root or a drive is not what was committed.
+    """
+    store = Path(os.path.abspath(path))
+    try:
+        root, found, hold = _hold_generation(store, generation)
+    except CorruptionError as fault:
+        return None, (fault,)
+    try:
+        drives = open_drives(store, root.uuid, root.drives)
+        examined = examine_generation(store, root, found, drives)
+        if examined.found is None:
+            os.close(hold)
+            return None, examined.faults
+        reader = StoreReader(store, root, found, hold, examined.found, drives)
+    except BaseException:
+        os.close(hold)
+        raise
+    return reader, examined.faults
 
 
 def _hold_generation(store: Path, number: int | None) -> tuple[Root, Generation, int]:
@@ -82,7 +132,7 @@ def _hold_generation(store: Path, number: int | None) -> tuple[Root, Generation,
     """
     root = read_root(store)
     while True:
-        generation = _find(store, root, number)
+        generation = root.latest if number is None else find_generation(store, root, number)
         path = store / generation.folder / "manifest.json"
         fd = lock.hold(path)
         root = read_root(store)
@@ -92,14 +142,7 @@ def _hold_generation(store: Path, number: int | None) -> tuple[Root, Generation,
         if fd is not None:
             os.close(fd)
         elif listed:
-            raise CorruptionError(f"{path}: missing, though {store / 'zarr.json'} lists it")
-
-
-def _find(store: Path, root: Root, number: int | None) -> Generation:
-    if number is None:
-        return root.latest
-    generation = root.find(number)
-    if generation is None:
-        listed = ", ".join(str(g.number) for g in root.generations)
-        raise RefusedError(f"{store}: no generation {number}; there is {listed}")
-    return generation
+            with going_back(store, root, generation):
+                raise CorruptionError(
+                    f"{path}: missing, though {store / 'zarr.json'} lists it", file=path
+                )

@@ -9,7 +9,7 @@ from pathlib import Path
 from tiering import space
 from tiering.drives import Drive, free_nbytes, nearest
 from tiering.errors import CapacityError
-from tiering.records import ALIGNMENT, Record
+from tiering.records import ALIGNMENT, Record, round_up
 from tiering.shares import spread
 from tiering.slots import Locations, Places, Shard, file_name, link_path, places_of
 
@@ -95,7 +95,8 @@ def _move(store: Path, name: str, file: _File) -> Move:
     start = 0 if any(slot.listed for slot in file.slots) else _first_truth(record, shard)
     reserved = record.codec is None and space.is_reserved(record, shard, sources[0])
     status = sources[0].path.stat()
-    nbytes = 512 * status.st_blocks if reserved or not start else status.st_size - start
+    whole = reserved or not start
+    nbytes = 512 * status.st_blocks if whole else round_up(status.st_size - start, ALIGNMENT)
     return Move(
         name=name,
         links=tuple(link_path(store, slot.number, record.name, shard) for slot in file.slots),
@@ -156,7 +157,7 @@ def _table(drives: Iterable[Drive], moves: Sequence[Move], stuck: Move) -> str:
         return sum(move.nbytes for move in moves if move.target.number == number)
 
     def rows() -> Iterator[str]:
-        yield f"drive {stuck.target.number} full: no room for {stuck.name} of {stuck.nbytes} B"
+        yield f"drive {stuck.target.number} full: the shards do not fit"
         yield f"{'drive':>5} {'need B':>16} {'free B':>16}  folder"
         for d in drives:
             free = free_nbytes(nearest(d.folder))

@@ -7,7 +7,11 @@ from pathlib import Path, PurePosixPath
 
 from tiering import fsops
 from tiering.errors import CorruptionError
-from tiering.manifest import digest, encode_json, parse_object
+from tiering.fields import Fields, parse_object, shown
+from tiering.manifest import DIGEST, digest, encode_json
+from tiering.small_files import DOCUMENT_MOST, SCHEMA_MOST, read_small
+
+_NAME_MOST = 1024
 
 
 def write_schema_files(store: Path, files: Mapping[str, bytes]) -> str:
@@ -28,8 +32,9 @@ def write_schema_files(store: Path, files: Mapping[str, bytes]) -> str:
 
 def _checked(name: str) -> PurePosixPath:
     path = PurePosixPath(name)
-    if not name or path.is_absolute() or str(path) != name or ".." in path.parts:
-        raise ValueError(f"schema file {name!r}: not a plain relative path")
+    plain = path.parts and not path.is_absolute() and str(path) == name and name.isprintable()
+    if not plain or ".." in path.parts or len(name.encode()) > _NAME_MOST:
+        raise ValueError(f"schema file {shown(name)}: not a plain relative path")
     return path
 
 
@@ -48,8 +53,15 @@ def schema_digests(store: Path, key: str) -> dict[str, str]:
     path = _index_path(store, key)
     data = _read(path)
     if digest(data) != key:
-        raise CorruptionError(f"{path}: found sha256 {digest(data)}, expected {key}")
-    return {name: str(value) for name, value in parse_object(data, path).items()}
+        raise CorruptionError(f"{path}: found sha256 {digest(data)}, expected {key}", file=path)
+    fields = Fields({"files": parse_object(data, path)}, path, "")
+    digests = fields.patterns("files", DIGEST)
+    try:
+        for name in digests:
+            _checked(name)
+    except ValueError as error:  # such a file would be written elsewhere by who copies them
+        raise CorruptionError(f"{path}: {error}", file=path) from error
+    return digests
 
 
 def read_schema_file(store: Path, key: str, name: str) -> bytes:
@@ -61,14 +73,18 @@ def read_schema_file(store: Path, key: str, name: str) -> bytes:
     """
     expected = schema_digests(store, key)[name]
     path = store / "schema" / key / name
-    data = _read(path)
+    data = _read(path, SCHEMA_MOST)
     if digest(data) != expected:
-        raise CorruptionError(f"{path}: found sha256 {digest(data)}, expected {expected}")
+        raise CorruptionError(
+            f"{path}: found sha256 {digest(data)}, expected {expected}", file=path
+        )
     return data
 
 
-def _read(path: Path) -> bytes:
+def _read(path: Path, most: int = DOCUMENT_MOST) -> bytes:
     try:
-        return path.read_bytes()
+        return read_small(path, most)
     except FileNotFoundError as error:
-        raise CorruptionError(f"{path}: missing; it was written when the store was made") from error
+        raise CorruptionError(
+            f"{path}: missing; it was written when the store was made", file=path
+        ) from error

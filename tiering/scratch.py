@@ -7,10 +7,9 @@ import threading
 from collections.abc import Mapping
 
 from tiering.backends.probe import open_unnamed
-from tiering.errors import CapacityError, StorageError
+from tiering.errors import FULL, CapacityError, StorageError
 from tiering.opened import OpenStore
 from tiering.records import ALIGNMENT, round_up
-from tiering.space import FULL
 
 
 class Scratch:
@@ -53,7 +52,9 @@ class Scratch:
         except OSError as error:
             os.close(fd)
             if error.errno not in FULL:
-                raise StorageError("reserve scratch in", folder, errno=error.errno or 0) from error
+                raise StorageError(
+                    "reserve scratch in", folder, errno=error.errno or 0, wanted=nbytes
+                ) from error
             free = self._store.drives[drive].free_nbytes()
             raise CapacityError(
                 f"drive {drive} full: scratch {name} needs {nbytes} B in {folder}, {free} B free"
@@ -63,14 +64,16 @@ class Scratch:
     def read(self, name: str, offset: int, out: memoryview) -> None:
         """Fill ``out`` with what was written at ``offset``; zeros where nothing was."""
         fd, drive = self._checked(name, offset, memoryview(out).nbytes)
-        moved = self._store.backends[drive].read(fd, offset, out).result()
+        with self._store.waits.on([self._store.drives[drive].folder]):
+            moved = self._store.backends[drive].read(fd, offset, out).result()
         with self._guard:
             self.read_bytes += moved
 
     def write(self, name: str, offset: int, data: memoryview) -> None:
         """Write ``data`` at ``offset``."""
         fd, drive = self._checked(name, offset, memoryview(data).nbytes)
-        moved = self._store.backends[drive].write(fd, offset, data).result()
+        with self._store.waits.on([self._store.drives[drive].folder]):
+            moved = self._store.backends[drive].write(fd, offset, data).result()
         with self._guard:
             self.written_bytes += moved
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tiering.records import Record
+from tiering.records import ALIGNMENT, Record, round_up
 from tiering.slots import Places
 
 _DIGITS = 4
@@ -91,8 +91,9 @@ def spread(
     """
     pieces = _pieces(records)
     filling = _Filling.of(shares, sum(piece.nbytes for piece in pieces))
-    # The largest first: small ones can still even out what the large ones left uneven.
-    for piece in sorted(pieces, key=lambda piece: (-piece.nbytes, piece.order)):
+    # The largest first: small ones can still even out what the large ones left uneven. Then shard
+    # by shard: the records of a unit are used side by side, and are to come from several drives.
+    for piece in sorted(pieces, key=lambda piece: (-piece.nbytes, piece.shard, piece.order)):
         filling.put(piece, current[piece.record][piece.shard] if current else None)
     places = iter(filling.places[order] for order in range(len(pieces)))
     return {r.name: tuple(next(places) for _ in range(r.geometry.shard_count)) for r in records}
@@ -104,7 +105,7 @@ def _pieces(records: Sequence[Record]) -> list[_Piece]:
         geometry = record.geometry
         for shard in range(geometry.shard_count):
             left = record.nbytes - shard * geometry.shard_nbytes
-            nbytes = min(left, geometry.shard_nbytes)
+            nbytes = round_up(min(left, geometry.shard_nbytes), ALIGNMENT)
             pieces.append(_Piece(order=len(pieces), record=record.name, shard=shard, nbytes=nbytes))
     return pieces
 
@@ -134,23 +135,32 @@ class _Filling:
         only while it is not ahead, so that every run of shards is spread, not only all of them.
         """
         placed = sum(self.used.values()) + piece.nbytes
-        neighbours = (self.places.get(piece.order - 1), self._last_alike(piece))
+        before = self.places.get(piece.order - 1) if piece.shard else None
+        alike = self.last[1] if self.last[0] == piece.nbytes else None
 
         def behind(drive: int) -> float:
             return (self.used[drive] + piece.nbytes) / self.shares[drive]
 
         def is_allowed(drive: int) -> bool:
-            after = self.used[drive] + (0 if drive == current else piece.nbytes)
-            return after <= self.shares[drive] * placed + self.slack
+            # Half: what is moved for the sake of balance must be better placed afterwards.
+            part = piece.nbytes / 2 if drive == current else piece.nbytes
+            return self.used[drive] + part <= self.shares[drive] * placed + self.slack
 
         best = min(self.shares, key=behind)
+        turn = self._turn()
         drive = min(
             (drive for drive in self.shares if drive == best or is_allowed(drive)),
-            key=lambda d: (d != current, neighbours.count(d), behind(d)),
+            key=lambda d: (d != current, d == before, d == alike, behind(d), turn[d]),
         )
         self.last = (piece.nbytes, drive)
         self.places[piece.order] = drive
         self.used[drive] += piece.nbytes
 
-    def _last_alike(self, piece: _Piece) -> int | None:
-        return self.last[1] if self.last[0] == piece.nbytes else None
+    def _turn(self) -> Mapping[int, int]:
+        """Return which drive comes first where nothing else decides; it changes every round.
+
+        Else as many drives as a unit has records would each have one role of all units.
+        """
+        drives = list(self.shares)
+        first = len(self.places) // len(drives) % len(drives)
+        return {drive: (index - first) % len(drives) for index, drive in enumerate(drives)}

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Mapping, Sequence
+import stat
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tiering import fsops
 from tiering.drives import Drive
-from tiering.errors import CorruptionError, StorageError
+from tiering.errors import CorruptionError
+from tiering.fields import shown
 from tiering.manifest import digest
 from tiering.records import SHARD_NBYTES, Record
+from tiering.small_files import kind_of, read_small
 from tiering.zarr_documents import array_document, group_document, new_shard
 
 SHARED = "shared"
-_TARGET = re.compile(r"\.\./\.\./\.\./\.\./drives/(\d+)/([^/]+)")
 
 Places = Mapping[str, tuple[int, ...]]  # record name -> drive number of each shard
+OnFault = Callable[[CorruptionError], None]
+
+
+def refuse(fault: CorruptionError) -> None:
+    """Raise the first fault that is found."""
+    raise fault
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +132,12 @@ def delete_slot(store: Path, slot: int, *, drives: Sequence[Drive]) -> None:
             fsops.unlink(path)
 
 
+def allocated_nbytes(slot: int, *, drives: Sequence[Drive]) -> int:
+    """Return what the files of ``slot`` take up, without those that all slots share."""
+    files = (path for drive in drives for path in drive.folder.glob(f"{slot}.*"))
+    return sum(512 * path.stat().st_blocks for path in files)
+
+
 def _link_targets(store: Path) -> frozenset[str]:
     """Return what the links of all slots say."""
     links = (store / "slots").glob("*/*/c/*")
@@ -139,23 +152,35 @@ def existing_slots(store: Path) -> list[int]:
     return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
 
 
-def read_metadata(store: Path, slot: int, digests: Mapping[str, str]) -> dict[str, bytes]:
-    """Return every metadata file of ``slot``, none of which changed since the store was made."""
-    folder = slot_folder(store, slot)
-    return {name: _read_checked(folder / name, expected) for name, expected in digests.items()}
+def read_metadata(
+    store: Path, slot: int, digests: Mapping[str, str], on_fault: OnFault = refuse
+) -> dict[str, bytes]:
+    """Return every metadata file of ``slot``, none of which changed since the store was made.
+
+    One that did is left out after ``on_fault`` has heard of it.
+    """
+    folder, found = slot_folder(store, slot), {}
+    for name, expected in digests.items():
+        try:
+            found[name] = _read_checked(folder / name, expected, name.rpartition("/")[0])
+        except CorruptionError as fault:
+            on_fault(fault)
+    return found
 
 
-def _read_checked(path: Path, expected: str) -> bytes:
+def _read_checked(path: Path, expected: str, record: str) -> bytes:
     try:
-        data = path.read_bytes()
+        data = read_small(path)
     except FileNotFoundError as error:
-        raise CorruptionError(f"{path}: metadata is missing, expected sha256 {expected}") from error
-    except OSError as error:
-        raise StorageError("read", path, errno=error.errno or 0) from error
+        raise CorruptionError(
+            f"{path}: metadata is missing, expected sha256 {expected}", file=path, record=record
+        ) from error
     found = digest(data)
     if found != expected:
         raise CorruptionError(
-            f"{path}: metadata changed: found sha256 {found}, expected {expected}"
+            f"{path}: metadata changed: found sha256 {found}, expected {expected}",
+            file=path,
+            record=record,
         )
     return data
 
@@ -167,57 +192,73 @@ def locate(
     records: Sequence[Record],
     drives: Sequence[Drive],
     lengths: Mapping[str, Sequence[int]],
+    on_fault: OnFault = refuse,
 ) -> Locations:
     """Return where the shards of ``slot`` lie, after checking every link and length.
 
-    ``lengths`` are those of the files of each record; where there are none, any will do.
+    ``lengths`` are those of the files of each record; where there are none, any will do. A record
+    with a shard that is not there is left out after ``on_fault`` has heard of each.
     """
-    folder = slot_folder(store, slot)
-    return {
-        record.name: tuple(
-            _locate_shard(
-                folder / record.name / "c" / str(shard),
-                file_name(slot, record, shard),
-                drives,
-                lengths[record.name][shard] if record.name in lengths else None,
-            )
-            for shard in range(record.geometry.shard_count)
-        )
-        for record in records
-    }
+    found: dict[str, tuple[Shard, ...]] = {}
+    for record in records:
+        shards = []
+        for number in range(record.geometry.shard_count):
+            wanted = lengths[record.name][number] if record.name in lengths else None
+            try:
+                shards.append(_locate_shard(store, slot, record, number, drives, wanted))
+            except CorruptionError as fault:
+                on_fault(fault)
+        if len(shards) == record.geometry.shard_count:
+            found[record.name] = tuple(shards)
+    return found
 
 
-def _locate_shard(link: Path, name: str, drives: Sequence[Drive], nbytes: int | None) -> Shard:
+def _locate_shard(
+    store: Path, slot: int, record: Record, number: int, drives: Sequence[Drive], nbytes: int | None
+) -> Shard:
+    link, name = link_path(store, slot, record.name, number), file_name(slot, record, number)
     try:
         target = os.readlink(link)
     except OSError as error:
         raise CorruptionError(
-            f"{link}: {error.strerror}, expected a link to shard {name}"
+            f"{link}: {error.strerror}, expected a link to shard {name}",
+            file=link,
+            record=record.name,
         ) from error
-    match = _TARGET.fullmatch(target)
-    drive = next((d for d in drives if match and d.number == int(match[1])), None)
-    if drive is None or not match or match[2] != name:
+    drive = next((d for d in drives if target == link_target(d.number, name)), None)
+    if drive is None:
         numbers = ", ".join(str(d.number) for d in drives)
         raise CorruptionError(
-            f"{link}: links to {target}, expected {link_target('N', name)} with N one of {numbers}"
+            f"{link}: links to {shown(target)}, expected {link_target('N', name)} with N one of "
+            f"{numbers}",
+            file=link,
+            record=record.name,
         )
-    _check_length(drive, drive.folder / name, link, nbytes)
+    fault = _wrong_length(drive, drive.folder / name, link, nbytes)
+    if fault:
+        raise CorruptionError(
+            f"drive {drive.number}: shard {drive.folder / name} {fault}",
+            file=drive.folder / name,
+            drive=drive.number,
+            record=record.name,
+        )
     return Shard(drive=drive.number, path=drive.folder / name)
 
 
-def _check_length(drive: Drive, path: Path, link: Path, expected: int | None) -> None:
+def _wrong_length(drive: Drive, path: Path, link: Path, expected: int | None) -> str:
+    """Return what is wrong with a shard's file, short of its content."""
     try:
-        found = path.stat().st_size
-    except FileNotFoundError as error:
+        status = path.lstat()
+    except FileNotFoundError:
         wanted = "" if expected is None else f", expected {expected} B"
-        raise CorruptionError(
-            f"drive {drive.number}: shard {path} is missing{wanted} (linked from {link})"
-        ) from error
-    if expected is not None and found != expected:
-        what = "truncated" if found < expected else "too long"
-        raise CorruptionError(
-            f"drive {drive.number}: shard {path} is {what}: {found} B, expected {expected} B"
-        )
+        return f"is missing{wanted} (linked from {link})"
+    if not stat.S_ISREG(status.st_mode):  # a writer would follow a link, and change what is there
+        return f"is {kind_of(status.st_mode)}, expected a file"
+    found = status.st_size
+    if expected is None or found == expected:
+        return ""
+    what = "truncated" if found < expected else "too long"
+    return f"is {what}: {found} B, expected {expected} B"
 
 
 def places_of(locations: Locations) -> Places:

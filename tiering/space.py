@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,13 +9,11 @@ from pathlib import Path
 
 from tiering import fsops
 from tiering.drives import Drive, is_copy_on_write
-from tiering.errors import CapacityError, StorageError
+from tiering.errors import FULL, CapacityError, StorageError
 from tiering.records import ALIGNMENT, Record, round_up
 from tiering.slots import Locations, Shard
 
 _log = logging.getLogger(__name__)
-
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 def slots_nbytes(records: Sequence[Record], slots: int) -> int:

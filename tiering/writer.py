@@ -5,46 +5,33 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tiering import fsops, lock, space
+from tiering import fsops, space
 from tiering.checksum import Table, zeros_table
-from tiering.drives import Drive, open_drives
-from tiering.errors import CorruptionError, LockedError, RefusedError, StorageError
-from tiering.generations import MARKER, ROOT, checksums_of, publish, read_root, reap
+from tiering.drives import Drive
+from tiering.errors import MegatrainError, StorageError
+from tiering.generations import (
+    MARKER,
+    checksums_of,
+    publish,
+    replace_root,
+)
 from tiering.lock import StoreLock
-from tiering.manifest import (
-    Generation,
-    Manifest,
-    Root,
-    digest,
-    encode_table,
-    entries,
-    plain_lengths,
-)
-from tiering.opened import ChunkRef, OpenGeneration, OpenStore, open_generation
+from tiering.manifest import Generation, Manifest, Root, digest, encode_table, entries
+from tiering.opened import ChunkRef, Examined, OpenStore
+from tiering.recordio import Transfer
 from tiering.records import Record
-from tiering.slots import (
-    Places,
-    create_slot,
-    delete_slot,
-    existing_slots,
-    finish_slot,
-    locate,
-    metadata_documents,
-    places_of,
-    read_metadata,
-)
+from tiering.slot_table import Form, SlotTable
+from tiering.slots import Places, allocated_nbytes, metadata_documents
 
 _log = logging.getLogger(__name__)
-
-_POLL_S = 0.2
 
 
 class StoreWriter(OpenStore):
@@ -52,8 +39,10 @@ class StoreWriter(OpenStore):
 
     Attributes:
         root: The durable root, None before the first commit.
-        committed: What the current generation is, None before the first commit.
+        committed: What the generation is that was opened, or committed since; None before the
+            first commit.
         working: The slot that is being filled, None between a commit and ``begin``.
+        damaged: What is wrong with other listed generations; the next commit drops them.
     """
 
     def __init__(
@@ -62,25 +51,22 @@ class StoreWriter(OpenStore):
         path: Path,
         uuid: str,
         schema: str,
-        records: Mapping[str, Record],
-        documents: Mapping[str, bytes],
+        form: Form,
         drives: Sequence[Drive],
-        places: Places,
         store_lock: StoreLock,
     ) -> None:
-        super().__init__(path=path, schema=schema, records=records, drives=drives, writable=True)
+        super().__init__(
+            path=path, schema=schema, records=form.records, drives=drives, writable=True
+        )
         self.root: Root | None = None
         self.committed: Manifest | None = None
         self.working: int | None = None
+        self.damaged: Mapping[int, MegatrainError] = {}
         self._uuid = uuid
         self._table: Table | None = None
-        self._places = places
-        self._documents = documents
-        self._metadata = {name: digest(data) for name, data in documents.items()}
+        self._slots = SlotTable(path, self._files, self.drives, form)
         self._lock = store_lock
-        self._slots: set[int] = set()
-        self._recasting = False
-        self._held: dict[int, Path] = {}
+        self._recasting = self._reserving = False
         self._written: dict[str, int] = {}
         self._written_guard = threading.Lock()
         self._failure: StorageError | None = None
@@ -94,26 +80,17 @@ class StoreWriter(OpenStore):
         self.ensure_slots(slots)
         self.working = 0
 
-    def resume(self, root: Root, listed: Sequence[OpenGeneration]) -> None:
-        """Take up the store that ``root`` names, whose generations were found complete."""
+    def resume(self, root: Root, chosen: int, examined: Mapping[int, Examined]) -> None:
+        """Take up the store that ``root`` names at a generation that was found whole."""
+        whole = {number: found for number, item in examined.items() if (found := item.whole)}
         self.root = root
-        self.committed, self._table = listed[-1].manifest, listed[-1].table
-        for found in listed:
-            self._files.attach(found.manifest.slot, found.records, found.locations)
-            self._slots.add(found.manifest.slot)
-        for slot in existing_slots(self.path):
-            if slot not in self._slots:
-                self._try_free_slot(slot)
+        self.committed, self._table = whole[chosen].manifest, whole[chosen].table
+        self.damaged = {n: item.faults[0] for n, item in examined.items() if item.faults}
+        for found in whole.values():
+            self._slots.add(found.manifest.slot, found.records, found.locations)
+        self._slots.update(root.generations)
+        self._slots.find()
         fsops.unlink(self.path / MARKER, missing_ok=True)
-        self._reap()
-
-    def _try_free_slot(self, slot: int) -> None:
-        """Take in a slot that holds no truth; a damaged one is left for ``ensure_slots``."""
-        try:
-            read_metadata(self.path, slot, self._metadata)
-            self._add_slot(slot)
-        except CorruptionError as error:
-            _log.warning("slot %d of %s is incomplete and unused: %s", slot, self.path, error)
 
     # -- what is committed ---------------------------------------------------------------------
 
@@ -137,56 +114,104 @@ class StoreWriter(OpenStore):
 
     def chunk(self, name: str, index: int) -> ChunkRef:
         """Return where one committed chunk lies and what its crc32c has to be."""
-        return self._chunk(name, index, self.manifest.slot, self.checksums(name))
+        return self.chunk_in(name, index, self.manifest.slot, self.checksums(name))
 
     @property
     def slots(self) -> frozenset[int]:
         """The complete slots."""
-        return frozenset(self._slots)
+        return self._slots.complete
 
-    # -- slots ---------------------------------------------------------------------------------
+    @property
+    def generations(self) -> tuple[Generation, ...]:
+        """What the durable root lists, damaged ones too."""
+        return self.root.generations if self.root else ()
+
+    # -- generations -------------------------------------------------------------------------------
+
+    def make_newest(self) -> Generation:
+        """Make the generation that was opened the newest, and drop the damaged ones; durable.
+
+        If others follow it, it is committed again: its manifest under the next number, which names
+        it as its parent and takes its place among those that are listed. No bytes move.
+        """
+        root, manifest = self._settled_root(), self.manifest
+        others = [
+            g
+            for g in root.generations
+            if g.number != manifest.generation and g.number not in self.damaged
+        ]
+        for number, fault in self.damaged.items():
+            _log.warning("generation %d of %s is dropped: %s", number, self.path, fault)
+        if manifest.generation == root.latest.number:
+            if self.damaged:
+                self._replace_root(replace(root, generations=(*others, root.latest)))
+            return root.latest
+        again = replace(manifest, generation=root.latest.number + 1, parent=manifest.generation)
+        assert self._table is not None  # there is a manifest
+        self._publish(again, encode_table([self._table]), others)
+        _log.warning(
+            "%s: generation %d is generation %d (step %d) again",
+            self.path,
+            again.generation,
+            manifest.generation,
+            again.step,
+        )
+        return self._settled_root().latest
+
+    def drop_generations(self, *, keep: int) -> None:
+        """List no more than the last ``keep`` generations; durable."""
+        root = self._settled_root()
+        if root.generations[-keep:] != root.generations:
+            self._replace_root(replace(root, generations=root.generations[-keep:]))
+
+    def _settled_root(self) -> Root:
+        """Return the root of a store in which nothing is being written."""
+        self._require_usable()
+        if self.root is None or self.working is not None:
+            raise ValueError(f"{self.path}: slot {self.working} is being written")
+        return self.root
+
+    def _replace_root(self, root: Root) -> None:
+        with self._fatal():
+            replace_root(self.path, root)
+            self._take_root(root)
+
+    def _take_root(self, root: Root) -> None:
+        self.root, self.damaged = root, {}
+        self._slots.update(root.generations)
+
+    # -- slots -------------------------------------------------------------------------------------
 
     def ensure_slots(self, count: int) -> None:
         """Create or repair slots until there are ``count`` complete ones; durable."""
-        missing = [slot for slot in range(count) if slot not in self._slots]
-        for slot in missing:
-            if slot in self._protected():
-                raise RefusedError(f"{self.path}: slot {slot} is damaged and still being read")
-        self._make_slots(missing)
+        self._finish(self._slots.ensure(count))
 
-    def _make_slots(self, slots: Sequence[int]) -> None:
-        """Create slots, or create them anew; durable."""
-        if not slots:
-            return
-        for slot in slots:
-            self._fill_in(slot)
-        with self._fatal():
-            self._sync([*self._drive_fds, self._store_fd])
-            for slot in slots:
-                finish_slot(self.path, slot, documents=self._documents)
+    def _finish(self, slots: Sequence[int]) -> None:
+        """Make slots that were just created durable, and then complete."""
+        if slots:
+            self._sync_all()
+            with self._fatal():
+                self._slots.finish(slots)
 
-    def _fill_in(self, slot: int) -> None:
-        delete_slot(self.path, slot, drives=self.drives)
-        create_slot(
-            self.path,
-            slot,
-            records=list(self.records.values()),
-            documents=self._documents,
-            drives=self.drives,
-            places=self._places,
-        )
-        self._add_slot(slot)
+    def drop_free_slots(self, *, keep: int = 0) -> None:
+        """Remove slots that no generation and no reader needs until ``keep`` of them are left."""
+        if self.working is not None:
+            raise ValueError(f"slot {self.working} is being written; commit it first")
+        for slot in self._slots.removable(self.generations, keep=keep)[0]:
+            self._slots.remove(slot)
 
-    def _add_slot(self, slot: int) -> None:
-        locations = locate(
-            self.path,
-            slot,
-            records=list(self.records.values()),
-            drives=self.drives,
-            lengths=plain_lengths(self.records),
-        )
-        self._files.attach(slot, self.records, locations)
-        self._slots.add(slot)
+    def free_slots(
+        self, listed: Sequence[Generation], *, keep: int
+    ) -> tuple[Sequence[int], Sequence[int]]:
+        """Return what ``drop_free_slots`` would remove if only ``listed`` were, and what is held.
+
+        The held ones would go too, if nobody read them.
+        """
+        return self._slots.removable(listed, keep=keep)
+
+    def allocated_nbytes(self, slots: Iterable[int]) -> int:
+        """Return what the files of these slots take up on the drives."""
+        return sum(allocated_nbytes(slot, drives=self.drives) for slot in slots)
 
     def recast(self, records: Sequence[Record], places: Places, *, wait_s: float = 3600.0) -> int:
         """Make a slot for ``records`` the working slot and return it; all in it is zero.
@@ -196,28 +221,21 @@ class StoreWriter(OpenStore):
         """
         slot = self._slot_to_recast(wait_s)
         self.records = {record.name: record for record in records}
-        self._documents = metadata_documents(records)
-        self._metadata = {name: digest(data) for name, data in self._documents.items()}
-        self._places, self._recasting = places, True
+        self._slots.form = Form(
+            records=self.records, documents=metadata_documents(records), places=places
+        )
+        self._recasting = True
         self.drop_free_slots()
-        self._make_slots([slot])
+        self._slots.make(slot)
+        self._finish([slot])
         self.working, self._written = slot, {}
         return slot
 
     def _slot_to_recast(self, wait_s: float) -> int:
-        self._require_usable()
-        if self.working is not None:
-            raise ValueError(f"slot {self.working} is being written; commit it first")
-        if self._slots <= self._protected() and not self._held:
-            return max(self._slots) + 1
-        return self._await_free_slot(time.monotonic() + wait_s)
-
-    def drop_free_slots(self) -> None:
-        """Remove every slot that no generation and no reader needs."""
-        for slot in set(existing_slots(self.path)) - self._protected() - {self.working}:
-            self._files.detach(slot)
-            self._slots.discard(slot)
-            delete_slot(self.path, slot, drives=self.drives)
+        self._require_ready_to_begin()
+        if self._slots.all_needed:
+            return self._slots.unused_number()
+        return self._slots.await_free(wait_s)
 
     def reserve(self) -> None:
         """Give every record that changes its blocks, in every slot; what is read stays the same.
@@ -225,63 +243,39 @@ class StoreWriter(OpenStore):
         Raises:
             CapacityError: A drive is too small; the message is a table of need and free bytes.
         """
-        slots = [self._files.locations(slot) for slot in sorted(self._slots)]
-        space.reserve(list(self.records.values()), slots, self.drives)
+        self._reserve(self._slots.ready)
+        self._reserving = True
+
+    def _reserve(self, slots: Iterable[int]) -> None:
+        locations = [self._files.locations(slot) for slot in sorted(slots)]
+        space.reserve(list(self.records.values()), locations, self.drives)
 
     def begin(self, *, wait_s: float = 3600.0) -> int:
         """Make a free slot the working slot and return it; its content is arbitrary.
 
-        Waits for the readers of dropped generations if they hold every free slot.
+        Waits for the readers of dropped generations if they hold every free slot. A slot that is
+        damaged, or cut otherwise than the next commit, is made anew.
 
         Raises:
             RefusedError: There are too few slots.
             LockedError: Readers still held the slots after ``wait_s`` seconds.
         """
+        self._require_ready_to_begin()
+        slot = self._slots.await_free(wait_s)
+        if slot not in self._slots.ready:
+            self._slots.make(slot)
+            self._sync_all()
+            if self._reserving:
+                self._reserve([slot])
+        self.working, self._written = slot, {}
+        return slot
+
+    def _require_ready_to_begin(self) -> None:
         self._require_usable()
         if self.working is not None:
             raise ValueError(f"slot {self.working} is being written; commit it first")
-        self.working = self._await_free_slot(time.monotonic() + wait_s)
-        self._written = {}
-        return self.working
-
-    def _await_free_slot(self, deadline: float) -> int:
-        told = False
-        while (slot := self._free_slot()) is None:
-            self._require_spare_slot()
-            readers = self._readers()
-            if time.monotonic() >= deadline:
-                raise LockedError(f"{self.path}: every free slot is being read by {readers}")
-            if not told:
-                _log.warning("%s: waiting for a slot that is read by %s", self.path, readers)
-                told = True
-            time.sleep(_POLL_S)
-        return slot
-
-    def _free_slot(self) -> int | None:
-        if self._held and self._slots <= self._protected():
-            self._reap()
-        return min(self._slots - self._protected(), default=None)
-
-    def _protected(self) -> set[int]:
-        listed = {g.slot for g in self.root.generations} if self.root else set()
-        return listed | set(self._held)
-
-    def _require_spare_slot(self) -> None:
-        if not self._held:
-            raise RefusedError(
-                f"{self.path}: {len(self._slots)} slots and "
-                f"{len(self._protected())} retained generations leave none to write to; "
-                "ensure_slots(retain + 1) first"
-            )
-
-    def _readers(self) -> str:
-        pids = sorted({pid for path in self._held.values() for pid in lock.holders_of(path)})
-        return f"pid {', '.join(map(str, pids))}" if pids else "an unknown process"
-
-    def _reap(self) -> None:
-        """Free the slots of dropped generations, except those that are being read."""
-        listed = {g.number for g in self.root.generations} if self.root else set()
-        self._held = reap(self.path, listed)
+        if self.root and self.manifest.generation != self.root.latest.number:
+            raise ValueError(f"generation {self.manifest.generation} is not the newest")
 
     # -- bytes ---------------------------------------------------------------------------------
 
@@ -289,21 +283,32 @@ class StoreWriter(OpenStore):
         """Fill ``out`` with the bytes of a record in ``slot``; aligned buffers are not copied."""
         self._files.read(slot, name, offset, out)
 
+    def read_all(self, slot: int, transfers: Sequence[Transfer]) -> None:
+        """Fill several buffers at once, so that their drives work at the same time."""
+        self._files.read_all(slot, transfers)
+
     def write(self, slot: int, name: str, offset: int, data: memoryview) -> None:
+        """Write into the working slot, as ``write_all`` does."""
+        self.write_all(slot, [Transfer(name, offset, data)])
+
+    def write_all(self, slot: int, transfers: Sequence[Transfer]) -> None:
         """Write into the working slot; durable and visible with the next commit.
 
-        ``offset`` is a multiple of 4096, and the length too unless it reaches the record's end.
-        Buffers that are multiples of 4096 are not copied. A failure ends the use of this writer:
-        what the slot holds is unknown.
+        Offsets are multiples of 4096, and lengths too unless they reach the record's end. Buffers
+        that are multiples of 4096 are not copied. A failure ends the use of this writer: what the
+        slot holds is unknown.
         """
-        record = self.records[name]
         if slot != self.working:
             raise ValueError(f"slot {slot} is not the working slot ({self.working})")
-        if record.shared and self.committed is not None and not self._recasting:
-            raise ValueError(f"{name} is shared by all slots and never changes")
+        for transfer in transfers:
+            shared = self.records[transfer.name].shared
+            if shared and self.committed is not None and not self._recasting:
+                raise ValueError(f"{transfer.name} is shared by all slots and never changes")
         with self._fatal():
-            self._files.write(slot, name, offset, data)
-        self._count_written(name, min(memoryview(data).nbytes, record.nbytes - offset))
+            self._files.write_all(slot, transfers)
+        for transfer in transfers:
+            valid = self.records[transfer.name].nbytes - transfer.offset
+            self._count_written(transfer.name, min(memoryview(transfer.view).nbytes, valid))
 
     def leave_zero(self, name: str, nbytes: int) -> None:
         """Take ``nbytes`` of a record as written: they are zero since its slot was made."""
@@ -339,25 +344,37 @@ class StoreWriter(OpenStore):
         tables = [self._table_of(record, checksums) for record in self.records.values()]
         table = encode_table(tables)
         manifest = self._next_manifest(self.working, step, train_state, digest(table))
+        before = self.root.generations if self.root else ()
+        whole = [g for g in before if g.number not in self.damaged]
+        # Bytes before names: a manifest must promise nothing that a power cut can undo.
+        self._sync_drives()
+        generation = self._publish(manifest, table, whole[-(retain - 1) :] if retain > 1 else ())
+        self._table = np.concatenate(tables).astype(np.uint32)
+        return generation
+
+    def _publish(
+        self, manifest: Manifest, table: bytes, others: Sequence[Generation]
+    ) -> Generation:
+        """Make ``manifest`` the newest generation, listed behind ``others``; durable."""
         data = manifest.encode()
         generation = Generation(
             number=manifest.generation,
             parent=manifest.parent,
             slot=manifest.slot,
-            step=step,
+            step=manifest.step,
             digest=digest(data),
         )
-        root = self._next_root(generation, retain)
+        root = Root(
+            uuid=self._uuid,
+            drives={drive.number: drive.share for drive in self.drives},
+            schema=self._schema,
+            generations=(*others, generation),
+        )
         with self._fatal():
-            # Bytes before names: a manifest must promise nothing that a power cut can undo.
-            self._sync(self._drive_fds)
             publish(self.path, root, data, table)
             fsops.unlink(self.path / MARKER, missing_ok=True)
-        self.root, self.committed, self.working = root, manifest, None
-        self._recasting = False
-        self._table = np.concatenate(tables).astype(np.uint32)
-        with self._fatal():
-            self._reap()
+            self.committed, self.working, self._recasting = manifest, None, False
+            self._take_root(root)
         return generation
 
     def _table_of(self, record: Record, checksums: Mapping[str, Table]) -> Table:
@@ -389,7 +406,7 @@ class StoreWriter(OpenStore):
             slot=slot,
             step=step,
             records=entries(list(self.records.values()), self._encoded_lengths(slot)),
-            metadata=self._metadata,
+            metadata=self._slots.form.digests,
             table_digest=table_digest,
             train_state=train_state,
         )
@@ -403,14 +420,13 @@ class StoreWriter(OpenStore):
             if record.codec is not None
         }
 
-    def _next_root(self, generation: Generation, retain: int) -> Root:
-        before = self.root.generations if self.root else ()
-        return Root(
-            uuid=self._uuid,
-            drives={drive.number: drive.share for drive in self.drives},
-            schema=self._schema,
-            generations=(*before, generation)[-retain:],
-        )
+    def _sync_drives(self) -> None:
+        with self._fatal():
+            self._sync(self._drive_fds)
+
+    def _sync_all(self) -> None:
+        with self._fatal():
+            self._sync([*self._drive_fds, self._store_fd])
 
     def _sync(self, targets: Sequence[tuple[Path, int]]) -> None:
         """Make what was written to these file systems durable, each of them once."""
@@ -449,47 +465,3 @@ class StoreWriter(OpenStore):
         for _, fd in (self._store_fd, *self._drive_fds):
             os.close(fd)
         self._lock.close()
-
-
-def open_writer(path: str | os.PathLike[str], *, run_id: str = "") -> StoreWriter:
-    """Open a store for writing; the generation that is visible is durable when this returns.
-
-    Raises:
-        LockedError: Another process writes the store.
-        RefusedError: There is no store at ``path``.
-        CorruptionError: A manifest, metadata, drive, link or shard is not what was committed.
-    """
-    store = Path(os.path.abspath(path))
-    read_root(store)  # before the lock: nothing is created in a folder that is no store
-    store_lock = StoreLock(store / "LOCK", run_id)
-    try:
-        return _open_locked(store, store_lock)
-    except BaseException:
-        store_lock.close()
-        raise
-
-
-def _open_locked(store: Path, store_lock: StoreLock) -> StoreWriter:
-    # A visible name is not yet durable: a writer may have died between rename and fsync.
-    fsops.fsync_file(store / ROOT)
-    fsops.fsync_dir(store)
-    root = read_root(store)
-    drives = open_drives(store, root.uuid, root.drives)
-    listed = [open_generation(store, root, g, drives) for g in root.generations]
-    latest = listed[-1]
-    writer = StoreWriter(
-        path=store,
-        uuid=root.uuid,
-        schema=root.schema,
-        records=latest.records,
-        documents=latest.documents,
-        drives=drives,
-        places=places_of(latest.locations),
-        store_lock=store_lock,
-    )
-    try:
-        writer.resume(root, listed)
-    except BaseException:
-        writer.close()
-        raise
-    return writer

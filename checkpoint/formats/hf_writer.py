@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from checkpoint.formats.hf import CONFIG, INDEX, SINGLE
 from checkpoint.formats.safetensors import MAX_HEADER_NBYTES, encode_header, tensor_nbytes
@@ -102,10 +102,20 @@ def write_folder(
     for shard in shards:
         _write_shard(folder / shard.file, shard, content)
     for name, data in side_files.items():
-        fsops.write_file(folder / name, data)
+        _write_side_file(folder, PurePosixPath(name), data)
     if len(shards) > 1:
         fsops.write_file(folder / INDEX, encode_index(shards))
     fsops.fsync_dir(folder)
+
+
+def _write_side_file(folder: Path, name: PurePosixPath, data: bytes) -> None:
+    for parent in reversed(name.parents[:-1]):
+        if not (folder / parent).is_dir():
+            fsops.make_dir(folder / parent)
+            fsops.fsync_dir((folder / parent).parent)
+    fsops.write_file(folder / name, data)
+    if name.parent.parts:
+        fsops.fsync_dir(folder / name.parent)
 
 
 def _write_shard(path: Path, shard: OutputShard, content: Content) -> None:
@@ -178,10 +188,12 @@ def _move_into_place(temporary: Path, out: Path) -> None:
         fsops.replace(out, old)
     try:
         fsops.replace(temporary, out)
+        fsops.fsync_dir(out.parent)
     except BaseException:
+        if out.exists():  # in place, but perhaps not for good
+            fsops.replace(out, temporary)
         if old:
             fsops.replace(old, out)
         raise
-    fsops.fsync_dir(out.parent)
     if old:
         fsops.remove_tree(old)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tiering.errors import CorruptionError, RefusedError, StorageError
+from tiering.errors import NOT_THERE, CorruptionError, RefusedError, StorageError
 
 log = logging.getLogger(__name__)
 
@@ -93,11 +93,26 @@ def read(index: Index, fd: int, i: int) -> dict[str, Any]:
 
     Raises:
         CorruptionError: The line is not the one that was scanned.
+        StorageError: It cannot be read.
     """
-    line = os.pread(fd, index.lengths[i], index.offsets[i])
+    line = _pread(index.path, fd, index.lengths[i], index.offsets[i])
     if zlib.crc32(line) != index.checksums[i]:
         raise CorruptionError(f"{index.place(i)}: the file has changed since it was scanned")
     return parse(line)
+
+
+def _pread(path: Path, fd: int, nbytes: int, offset: int) -> bytes:
+    """Return the bytes of a range, fewer only where the file ends."""
+    parts, moved = [], 0
+    try:
+        while moved < nbytes and (part := os.pread(fd, nbytes - moved, offset + moved)):
+            parts.append(part)
+            moved += len(part)
+    except OSError as error:
+        raise StorageError(
+            "read", path, errno=error.errno or 0, offset=offset + moved, wanted=nbytes, moved=moved
+        ) from error
+    return b"".join(parts)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
@@ -108,9 +123,9 @@ def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
             for number, line in enumerate(file, start=1):
                 yield number, offset, line
                 offset += len(line)
+    except NOT_THERE as error:
+        raise RefusedError(f"cannot read data file {path}: {error.strerror}") from error
     except OSError as error:
-        if offset == 0:
-            raise RefusedError(f"cannot read data file {path}: {error.strerror}") from error
         raise StorageError("read", path, errno=error.errno or 0, offset=offset) from error
 
 

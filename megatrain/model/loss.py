@@ -8,16 +8,23 @@ IGNORED = -100  # transformers' label of a position without a target
 
 
 def cross_entropy(
-    logits: torch.Tensor, targets: torch.Tensor, *, target_count: int
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    target_count: int,
+    work: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the chunk's share of the mean loss, and that share's gradient by the logits.
 
     ``logits`` are [C, V], ``targets`` [C]. The loss is a float64 scalar on the device. The gradient
-    is float32; besides the logits it is the only [C, V] tensor that exists.
+    is float32; besides the logits it is the only [C, V] tensor that exists, and lies in ``work``
+    where that is given.
     """
     ignored = targets == IGNORED
     index = targets.masked_fill(ignored, 0).unsqueeze(1)
-    work = logits.to(torch.float32, copy=True)  # one buffer, from logits to gradient
+    if work is None:
+        work = torch.empty_like(logits, dtype=torch.float32)
+    work.copy_(logits)  # one buffer, from logits to gradient
     work.sub_(work.amax(dim=-1, keepdim=True))
     picked = work.gather(1, index)
     total = work.exp_().sum(dim=-1, keepdim=True)

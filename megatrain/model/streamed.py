@@ -219,6 +219,7 @@ class StreamedModel:
         """Forget all buffers of weights, so that their memory can be given back."""
         for binding in (self._rest, *self._layers, self._outer_out):
             binding.release()
+        self._tail.release()
 
     def _bind_units(self, units: Sequence[Unit]) -> None:
         model, (outer_in, *layers, outer_out) = self._template.model, units
@@ -233,7 +234,7 @@ class StreamedModel:
         stands = [LayerStandIn(x, i, route) for i, x in enumerate(template.layers)]
         setattr(template.base, template.layer_list, nn.ModuleList(stands))
         self._front = Front(template, route, self.device)
-        self._tail = Tail(template, route)
+        self._tail = Tail(template, route, self.device)
 
     def _call_layer(
         self, index: int, hidden: torch.Tensor, call: LayerCall, seed: int

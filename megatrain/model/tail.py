@@ -6,7 +6,8 @@ C tokens of a chunk, V words, H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -43,15 +44,46 @@ class HeadStandIn(StandIn):
             self._product = None
 
 
+class Scratch:
+    """The [C, V] tensors of a chunk, made once and used again by every chunk.
+
+    Each is larger than all that a layer computes in a small model. Allocated anew for each chunk
+    they leave holes that the next one does not fit, and a run takes more memory from step to step.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def take(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor whose content is that of its last use, or none."""
+        length = math.prod(shape)
+        buffer = self._buffers.get(name)
+        if buffer is None or len(buffer) < length or buffer.dtype != dtype:
+            self._buffers.pop(name, None)  # gone before the larger one is made
+            buffer = torch.empty(length, dtype=dtype, device=self._device)
+            self._buffers[name] = buffer
+        return buffer[:length].view(*shape)
+
+    def clear(self) -> None:
+        """Give the memory back."""
+        self._buffers.clear()
+
+
 class Tail:
     """Runs the tail of ``template``, whose parameters are bound meanwhile."""
 
-    def __init__(self, template: Template, route: Route) -> None:
+    def __init__(self, template: Template, route: Route, device: torch.device) -> None:
+        self._scratch = Scratch(device)
         self._model = template.model
         self._route = route
         self._linear = template.head
         self._head = HeadStandIn(template.head)
         template.model.set_submodule(template.head_name, self._head)
+
+    def release(self) -> None:
+        """Give back the memory that chunks use in turn."""
+        self._scratch.clear()
 
     def logits(self, hidden: torch.Tensor, product: Product) -> torch.Tensor:
         """Return what the model makes of its last layer's output [C, H], with its own scaling.
@@ -82,8 +114,10 @@ class Tail:
         """
 
         def product(normed: torch.Tensor) -> torch.Tensor:
+            shape = (normed.numel() // normed.shape[-1], len(weight))
+            out = self._scratch.take("logits", shape, normed.dtype)
             logits: torch.Tensor = HeadProduct.apply(  # type: ignore[no-untyped-call]
-                normed, self._linear.bias, weight, products, add
+                normed, self._linear.bias, weight, products, add, out
             )
             return logits
 
@@ -107,8 +141,10 @@ class Tail:
         entry = hidden.detach().requires_grad_()
         with torch.enable_grad():
             logits = self.logits(entry, product)
-        loss, grad = cross_entropy(logits.detach(), targets, target_count=target_count)
-        grad = grad.to(logits.dtype)  # the float32 one ends here, before the products
+        work = self._scratch.take("work", logits.shape, torch.float32)
+        loss, grad = cross_entropy(logits.detach(), targets, target_count=target_count, work=work)
+        if grad.dtype != logits.dtype:
+            grad = self._scratch.take("grad", logits.shape, logits.dtype).copy_(grad)
         torch.autograd.backward(logits, grad)
         if entry.grad is not None:
             out.copy_(entry.grad)

@@ -98,11 +98,9 @@ def _drive(place: Place, tmp_path: Path) -> Iterator[Path]:
 def test_a_run_goes_through_on_any_drive_and_says_once_how_it_is_used(
     place: Place, drive: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with small_chunks():
+    with small_chunks(), caplog.at_level(logging.WARNING):
         store = make_store(tmp_path / "store", seed=1, drives=[drive])
-        caplog.clear()
-        with caplog.at_level(logging.WARNING):
-            _train(store, steps=3)
+        _train(store, steps=3)
         with open_reader(store) as reader:
             assert_state(reader, 3)
             [access] = reader.access
@@ -119,6 +117,7 @@ def _train(store: Path, steps: int) -> None:
     """Take the store from its first state to the state ``steps``, as a run does."""
     moving = [record for record in RECORDS if not record.shared]
     with open_writer(store) as writer, Arena(1 << 20) as arena:
+        writer.reserve()
         pool = Pool(writer, {"tiny": Tier.PINNED}, {Tier.PINNED: arena})
         pool.load()
         for step in range(2, steps + 1):
@@ -143,6 +142,25 @@ def _update(pool: Pool, record: Record, step: int) -> Table:
     crc = ChunkCrc(record)
     crc.feed(0, memoryview(after))
     return crc.table()
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("filesystem", ["tmpfs", "ramfs"])
+def test_a_run_whose_drive_is_memory_counts_it_as_memory(tmp_path: Path, filesystem: str) -> None:
+    from tests.support.runs import run_config, tiny_llama, token_rows, train
+
+    model, data = tiny_llama(tmp_path / "model"), token_rows(tmp_path / "rows.jsonl")
+    with memory_mount(tmp_path, filesystem) as memory:
+        places = {"store__drives": [str(memory)], "memory__gradients": "disk"}
+        config = run_config(model, data, tmp_path / "run", memory__resident=1, **places)
+        seen = train(config)
+        shards = [path.stat() for path in memory.rglob("*.*.*.*")]
+    assert [row["step"] for row in seen.rows] == [1, 2, 3]
+    assert seen.plan is not None
+    assert seen.plan.footprint is not None
+    index_nbytes = 4096 * len(shards)
+    taken = sum(512 * status.st_blocks for status in shards) - index_nbytes
+    assert 0 < taken <= seen.plan.footprint.stored
 
 
 @pytest.mark.root

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.numa import local_node
 from tiering.arena import Arena
 from tiering.backends.memory import MemoryBackend
 from tiering.errors import StorageError
@@ -70,4 +71,4 @@ class TestCxl(TestPinned):
     """On this machine's own node, named: what is refused by itself is taken when asked for."""
 
     def make_arena(self, nbytes: int) -> Arena:
-        return Arena(nbytes, nodes=(0,))
+        return Arena(nbytes, nodes=(local_node(),))

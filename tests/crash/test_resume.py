@@ -80,7 +80,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return tiny_llama(folder / "model", tie=True), token_rows(folder / "rows.jsonl", count=20)
 
 
-KILLS = 20
+KILLS = 8
 MEMORY = {
     "disk": {"memory__resident": 1, "memory__gradients": "disk"},
     "half, committed every 3 steps": {"memory__resident": "100KiB", "store__commit_every": 3},
@@ -115,9 +115,9 @@ def test_killed_at_random_moments_it_ends_with_the_same_bits(tmp_path, processes
 
 
 def test_a_run_resumed_at_step_200_equals_the_uninterrupted_one(tmp_path, inputs):
-    whole = run_config(*inputs, tmp_path / "whole", train__steps=203)
+    whole = run_config(*inputs, tmp_path / "whole", train__steps=203, store__commit_every=50)
     train(whole)
-    halves = run_config(*inputs, tmp_path / "halves", train__steps=203)
+    halves = run_config(*inputs, tmp_path / "halves", train__steps=203, store__commit_every=50)
     stop = Stop()
 
     def at_200(row: Any) -> None:

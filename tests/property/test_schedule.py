@@ -67,18 +67,23 @@ def steps(draw: st.DrawFn) -> Step:
         shape=shape,
         sizes=sizes,
         placement=placement,
+        homes={name: draw(st.sampled_from([Tier.NVME, Tier.ZARR])) for name in names},
         device_in_ram=draw(st.booleans()),
         commit=draw(st.booleans()),
     )
 
 
 def before(ops: Sequence[Op]) -> list[int]:
-    """Return, as bit sets, which operations are certain to be over when each one starts."""
+    """Return, as bit sets, which operations are certain to be over when each one starts.
+
+    Several reads may be under way at once: the other lanes end one operation before the next.
+    """
     over: list[int] = []
     last: dict[Lane, int] = {}
     for op in ops:
         bits = 0
-        for earlier in (*op.deps, *([last[op.lane]] if op.lane in last else [])):
+        in_line = op.lane in last and op.lane is not Lane.IO_READ
+        for earlier in (*op.deps, *([last[op.lane]] if in_line else [])):
             bits |= over[earlier] | 1 << earlier
         over.append(bits)
         last[op.lane] = op.id

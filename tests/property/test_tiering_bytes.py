@@ -103,25 +103,28 @@ def test_segments_cover_a_range_once_and_stay_inside_shards(data: st.DataObject)
 @SETTINGS
 @given(
     lengths=st.lists(st.integers(1, 100_000), max_size=12),
+    tolerant=st.sets(st.integers(0, 11)),
     budgets=st.dictionaries(st.sampled_from([Tier.PINNED, Tier.CXL]), st.integers(0, 300_000)),
 )
 def test_placement_keeps_the_order_and_every_budget(
-    lengths: list[int], budgets: dict[Tier, int]
+    lengths: list[int], tolerant: set[int], budgets: dict[Tier, int]
 ) -> None:
-    records = [Record(name=f"r{i}", dtype="uint8", length=n) for i, n in enumerate(lengths)]
-    places = place(records, budgets)
-    left = dict(budgets)
-    for record in records:
+    records = [
+        Record(name=f"r{i}", dtype="uint8", length=n, codec="zstd" if i % 2 else None)
+        for i, n in enumerate(lengths)
+    ]
+    places = place(records, budgets, tolerant={f"r{i}" for i in tolerant})
+    left = {tier: budgets.get(tier, 0) for tier in (Tier.PINNED, Tier.CXL)}
+    for number, record in enumerate(records):
         tier = places[record.name]
-        faster = [t for t in (Tier.PINNED, Tier.CXL) if t in left and t != tier]
-        if tier == Tier.CXL:
-            faster = [Tier.PINNED] if Tier.PINNED in left else []
-        if tier == Tier.PINNED:
-            faster = []
-        assert all(left[t] < record.padded_nbytes for t in faster)
-        if tier in left:
-            left[tier] -= record.padded_nbytes
-            assert left[tier] >= 0
+        if tier not in left:
+            assert tier == record.tier
+            assert record.padded_nbytes > left[Tier.PINNED]
+            assert number not in tolerant or record.padded_nbytes > left[Tier.CXL]
+            continue
+        assert tier == Tier.PINNED or number in tolerant
+        left[tier] -= record.padded_nbytes
+        assert left[tier] >= 0
 
 
 def test_zeros_have_a_table(tmp_path: Path) -> None:

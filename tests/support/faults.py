@@ -10,8 +10,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,25 +24,61 @@ from tiering.testing import BackendConformance, aligned_buffer, wait_for
 
 _SOURCE = Path(__file__).with_name("iofault.c")
 
+CALLS = (
+    "read",
+    "write",
+    "sync",
+    "reserve",
+    "truncate",
+    "open",
+    "create",
+    "list",
+    "mkdir",
+    "unlink",
+    "rename",
+    "link",
+)
+
+
+HALF = -1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
     """Calls ``after`` to ``after + count`` of ``op`` on files whose path has ``path`` in it.
 
     Attributes:
-        op: ``read``, ``write``, ``sync`` or ``reserve``.
+        op: One of :data:`CALLS`.
+        every: Only each so many of them, from the first on.
         errno: The calls fail with it; if it is 0, they move only ``moves`` bytes.
+        moves: Bytes; HALF: of what was asked for.
+        delay_ms: The calls wait, and then do what they should; instead of failing.
+        held: The calls wait until somebody lets them go; then they do what they should, or fail.
+        kill: The process is killed: just ``before`` the call, or with it ``torn`` in the middle.
     """
 
     op: str
     path: str
     after: int = 0
     count: int = 1 << 30
+    every: int = 1
     errno: int = 0
     moves: int = 0
+    delay_ms: int = 0
+    held: bool = False
+    kill: str = ""
 
     def __str__(self) -> str:
-        return f"{self.op}:{self.path}:{self.after}:{self.count}:{self.errno or -self.moves}"
+        return f"{self.op}:{self.path}:{self.after}:{self.count}:{self.every}:{self._what()}"
+
+    def _what(self) -> str:
+        if self.kill:
+            return {"before": "k0", "torn": "t0"}[self.kill]
+        if self.held:
+            return f"h{self.errno}"
+        if self.delay_ms:
+            return f"d{self.delay_ms}"
+        return f"e{self.errno}" if self.errno else f"m{self.moves}"
 
 
 def build_shim(folder: Path) -> Path:
@@ -58,7 +95,7 @@ def build_shim(folder: Path) -> Path:
     return library
 
 
-def _text(faults: Sequence[Fault]) -> str:
+def as_text(faults: Sequence[Fault]) -> str:
     return ";".join(str(fault) for fault in faults)
 
 
@@ -67,7 +104,7 @@ def faulty_environment(shim: Path, faults: Sequence[Fault]) -> Mapping[str, str]
     return {
         **os.environ,
         "LD_PRELOAD": str(shim),
-        "IOFAULT": _text(faults),
+        "IOFAULT": as_text(faults),
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
 
@@ -105,7 +142,7 @@ class Other:
         assert self._process.stdout is not None
         request = {"path": str(path), "op": op, "offset": offset, "nbytes": nbytes}
         print(
-            json.dumps({**request, "faults": _text(faults)}), file=self._process.stdin, flush=True
+            json.dumps({**request, "faults": as_text(faults)}), file=self._process.stdin, flush=True
         )
         line = self._process.stdout.readline()
         assert line, f"the process ended with {self._process.wait()}"
@@ -204,16 +241,24 @@ def _serve(suite: FaultConformance) -> None:
     shim = ctypes.CDLL(None)
     for line in sys.stdin:
         request = json.loads(line)
-        shim.iofault_set(request.pop("faults").encode())
-        print(json.dumps(_transfer(suite, **request)), flush=True)
+        arm = partial(shim.iofault_set, request.pop("faults").encode())
+        print(json.dumps(_transfer(suite, arm, **request)), flush=True)
+        shim.iofault_set(b"")
 
 
 def _transfer(
-    suite: FaultConformance, *, path: str, op: str, offset: int, nbytes: int
+    suite: FaultConformance,
+    arm: Callable[[], object],
+    *,
+    path: str,
+    op: str,
+    offset: int,
+    nbytes: int,
 ) -> dict[str, Any]:
     data = aligned_buffer(nbytes, seed=1)
     buffer = data if op == "write" else aligned_buffer(nbytes)
     backend = suite.make_backend(Path(path).parent)
+    arm()
     submit = backend.write if op == "write" else backend.read
     try:
         moved = wait_for(submit(Path(path), offset, buffer))

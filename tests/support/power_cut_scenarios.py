@@ -23,10 +23,10 @@ from tests.support.tiering_stores import (
     small_record,
 )
 from tiering.attaching import attach_drives
-from tiering.errors import CorruptionError, RefusedError
+from tiering.errors import RefusedError
 from tiering.moving import move_store
-from tiering.store import StoreWriter, create_store, open_reader, open_writer
 from tiering.slots import slot_folder
+from tiering.store import StoreWriter, create_store, open_reader, open_writer
 from tiering.zarr_documents import shard_index
 
 RECORDS = (
@@ -95,7 +95,9 @@ class Workplace:
             names, 1
         ), f"folders on drives: {found}"
         linked = {link.resolve() for link in self.store.glob("slots/*/*/c/*")}
-        files = {path for inside in found.values() for folder in inside for path in folder.iterdir()}
+        files = {
+            path for inside in found.values() for folder in inside for path in folder.iterdir()
+        }
         assert linked <= files
         assert {link.resolve() for link in (self.store / "drives").iterdir()} == {
             folder for inside in found.values() for folder in inside
@@ -172,7 +174,7 @@ class Workplace:
         try:
             self.assert_whole(steps)
         except RefusedError as error:
-            assert "no store" in str(error)
+            assert "no store" in str(error)  # noqa: PT017
             assert None in steps, "there is no store any more"
             self.make()
             self.assert_whole(allowed(1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,26 @@ def test_ram_disk_and_any_mix_give_the_same_bits(tmp_path, tie, dtype):
     assert {Tier.PINNED, Tier.NVME} <= tiers["half"].keys()
     assert Tier.NVME not in tiers["zarr"]
     assert {Tier.PINNED, Tier.ZARR} == tiers["half in zarr"].keys()
+
+
+def test_several_drives_read_at_once_give_the_same_bits(tmp_path):
+    model = tiny_llama(tmp_path / "model")
+    data = token_rows(tmp_path / "rows.jsonl")
+    train(run_config(model, data, tmp_path / "one", **BF16))
+    drives = [tmp_path / name for name in "abc"]
+    for drive in drives:
+        drive.mkdir()
+    many = run_config(model, data, tmp_path / "three", store__drives=[*map(str, drives)], **BF16)
+    readers = set()
+    train(many, Quiet(after=lambda row: readers.update(_lanes("io_read"))))
+    assert len(readers) == 3
+    expected, found = (read_state(tmp_path / name / "store") for name in ("one", "three"))
+    assert differing(expected, found) == []
+    assert numbers(tmp_path / "one") == numbers(tmp_path / "three")
+
+
+def _lanes(name):
+    return {t.name for t in threading.enumerate() if t.name.startswith(f"lane-{name}")}
 
 
 CUTS = {

@@ -102,6 +102,7 @@ def test_with_all_state_on_disk_the_process_stays_below_900_mebibytes(tmp_path, 
         train__accumulate=1,
         train__loss_chunk=128,
         memory__ram="256MiB",
+        memory__workspace="auto",
     )
     path = tmp_path / "run.yaml"
     path.write_text(config.to_json())

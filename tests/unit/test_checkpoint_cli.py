@@ -6,12 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from checkpoint.sizes import format_size, parse_size
 from tests.support.hf_cli import run
 from tests.support.hf_folders import make_llama
-from tiering.store import open_writer
+from tests.support.tiering_stores import put
+from tiering.store import open_reader, open_writer
 
 HEAVY = ("torch", "transformers", "zarr", "deepspeed")
 
@@ -49,7 +51,8 @@ def test_looking_at_a_store_loads_nothing_heavy(tmp_path: Path) -> None:
         (("convert", "a", "b", "--layout", "fp16"), "'fp16' is not one of"),
         (("convert", "a", "b", "--ram", "lots"), "'lots' is no size"),
         (("convert", "a", "b", "--ram", "4KiB"), "the smallest piece needs 57344 B"),
-        (("shard", "a"), "No such command 'shard'"),
+        (("shard", "a"), "nothing to do: give --drive, --tier or --shard-size"),
+        (("mend", "a"), "No such command 'mend'"),
         (("export", "a"), "Missing argument 'OUT'"),
     ],
 )
@@ -126,3 +129,28 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 )
 def test_sizes_are_written_for_people(nbytes: int, text: str) -> None:
     assert format_size(nbytes) == text
+
+
+def test_inspect_names_the_readers_of_each_generation_and_the_age_of_the_commit(
+    tmp_path: Path,
+) -> None:
+    make_llama(tmp_path / "model")
+    store = tmp_path / "store"
+    run("convert", tmp_path / "model", store)
+    with open_reader(store):
+        with open_writer(store) as writer:
+            writer.ensure_slots(2)
+            slot = writer.begin()
+            tables = {
+                record.name: put(writer, slot, record, np.zeros(record.nbytes, np.uint8))
+                for record in writer.records.values()
+            }
+            writer.commit(step=1, train_state={}, checksums=tables)
+        report = json.loads(run("inspect", "--json", store).stdout)
+        assert report["dropped"] == [{"generation": 1, "readers": [os.getpid()]}]
+        assert [line["readers"] for line in report["generations"]] == [[]]
+        assert 0 <= report["age_s"] < 600
+        said = run("inspect", store).stdout
+        assert f"dropped generation 1 is still read by pid {os.getpid()}; last commit" in said
+    with open_reader(store):
+        assert f"2 (step 1, read by pid {os.getpid()})" in run("inspect", store).stdout

@@ -17,7 +17,7 @@ from checkpoint.schema import (
     layer_name,
     pack,
 )
-from tiering.errors import CorruptionError
+from tiering.errors import CorruptionError, RefusedError
 
 
 def make_schema(layout: Layout = Layout.FP32) -> Schema:
@@ -117,7 +117,7 @@ def test_a_schema_survives_encoding() -> None:
     ("path", "value", "message"),
     [
         (["layout"], "fp8", "'fp8' is not a valid Layout"),
-        (["format"], 2, "format 2, this version reads 1"),
+        (["format"], 2, "written in format 2, this program reads up to format 1"),
         (["units", 0, "tensors", 0, "offset"], 3, "at offset 3"),
         (["units", 0, "tensors", 0, "offset"], -64, "offset: -64 is negative"),
         (["units", 0, "tensors", 0, "shape"], [True], "expected whole numbers"),
@@ -135,7 +135,7 @@ def test_a_damaged_schema_is_named(path: list[str | int], value: object, message
     for key in path[:-1]:
         place = place[key]
     place[path[-1]] = value
-    with pytest.raises(CorruptionError, match=f"schema.json: .*{message}|schema.json: {message}"):
+    with pytest.raises(RefusedError, match=f"schema.json: .*{message}|schema.json: {message}"):
         Schema.decode(json.dumps(document).encode())
 
 
@@ -147,5 +147,5 @@ def test_a_missing_field_is_named() -> None:
 
 
 def test_bytes_that_are_not_json_are_refused() -> None:
-    with pytest.raises(CorruptionError, match=r"schema\.json: not JSON"):
+    with pytest.raises(CorruptionError, match=r"schema\.json: no valid JSON"):
         Schema.decode(b"\xff{")

@@ -19,8 +19,8 @@ from tiering.backends.posix import PosixBackend
 from tiering.backends.probe import Access
 from tiering.errors import UsageError
 
-DIRECT = Access(direct=True, filesystem="ext4", reason="tried, works")
-BUFFERED = Access(direct=False, filesystem="tmpfs", reason="tmpfs is memory")
+DIRECT = Access(direct=True, alignment=4096, filesystem="ext4", reason="tried, works")
+BUFFERED = Access(direct=False, alignment=1, filesystem="tmpfs", reason="tmpfs is memory")
 
 
 def run_python(code: str, *path: Path) -> str:
@@ -82,7 +82,7 @@ def test_auto_without_a_device_is_posix_and_imports_nothing() -> None:
         import sys
         from tiering.backends.choice import open_backends
         from tiering.backends.probe import Access
-        access = [Access(direct=True, filesystem="ext4", reason="")]
+        access = [Access(direct=True, alignment=4096, filesystem="ext4", reason="")]
         (backend,) = open_backends(["0"], access, engine="auto", writable=True, open_files=16)
         print(type(backend).__name__, "kvikio" in sys.modules)
     """)

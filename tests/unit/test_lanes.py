@@ -41,6 +41,33 @@ def test_a_lane_keeps_the_order_of_the_list(lanes):
     assert done == list(range(50))
 
 
+def test_a_lane_of_several_seats_has_as_many_operations_under_way():
+    made = CpuLanes({Lane.IO_READ: 3})
+    meeting = threading.Barrier(3, timeout=30)
+    try:
+        made.run([op(i, Lane.IO_READ) for i in range(6)], lambda o: meeting.wait())
+    finally:
+        made.close()
+
+
+def test_an_error_in_any_seat_ends_the_others():
+    made = CpuLanes({Lane.IO_READ: 3})
+    done: list[int] = []
+
+    def handle(o: Op) -> None:
+        if o.id == 1:
+            raise ValueError("drive gone")
+        done.append(o.id)
+
+    ops = [op(0, Lane.IO_READ), op(1, Lane.IO_READ), op(2, Lane.IO_READ, 1), op(3, Lane.HOST, 2)]
+    try:
+        with pytest.raises(ValueError, match="drive gone"):
+            made.run(ops, handle)
+    finally:
+        made.close()
+    assert done in ([], [0])
+
+
 def test_the_first_error_reaches_the_caller_and_nothing_that_depends_on_it_runs(lanes):
     done: list[int] = []
 

@@ -44,7 +44,7 @@ def _train(
     with (
         open_writer(store) as writer,
         Arena(1 << 20) as arena,
-        Arena(1 << 20, nodes=(0,)) as expander,
+        Arena(1 << 20) as expander,
     ):
         pool = Pool(writer, placement, {Tier.PINNED: arena, Tier.CXL: expander})
         pool.load()
@@ -160,10 +160,10 @@ def test_a_gather_of_rows_does_not_disturb_the_first_pass(store: Path) -> None:
 def _stream_and_gather(pool: Pool, name: str) -> None:
     row, piece = memoryview(bytearray(100)), memoryview(bytearray(4096))
     for offset in range(0, 8 * 4096 * 4, 4096):
-        pool.read(name, 16_384, row)
+        pool.gather(name, 16_384, row)
         pool.read(name, offset, piece)
-        pool.read(name, 16_384, row)
-        pool.read(name, 300, row)
+        pool.gather(name, 16_384, row)
+        pool.gather(name, 300, row)
 
 
 def test_a_first_pass_that_a_commit_cut_short_raises_no_false_alarm(store: Path) -> None:

@@ -66,7 +66,7 @@ def choose_nodes(named: Sequence[int] = (), *, root: Path = NODES) -> tuple[Node
             return alone
         raise RefusedError(
             f"no cxl tier on this machine: none of its {len(found)} NUMA nodes has memory without "
-            "processors; name the nodes to use, or leave the cxl tier out"
+            "processors; name some in memory.cxl_nodes, or set memory.cxl to 0"
         )
     by_number = {node.number: node for node in found}
     if missing := [number for number in named if number not in by_number]:
@@ -89,7 +89,7 @@ def require_room(nbytes: int, nodes: Sequence[Node]) -> None:
     if nbytes > free:
         names = ", ".join(str(node.number) for node in nodes)
         raise CapacityError(
-            f"cxl full: need {nbytes} B, {free} B free on NUMA nodes {names}; place less there"
+            f"cxl full: need {nbytes} B, {free} B free on NUMA nodes {names}; lower memory.cxl"
         )
 
 

@@ -153,7 +153,14 @@ def _move_once(
 
 
 def _path_of(file: File) -> Path:
-    return file if isinstance(file, Path) else Path(f"/proc/self/fd/{file}")
+    """Return where a file is; one without a name is called by the folder that it is in."""
+    if isinstance(file, Path):
+        return file
+    link = Path(f"/proc/self/fd/{file}")
+    try:
+        return Path(os.readlink(link))
+    except OSError:
+        return link
 
 
 def require_aligned(path: File, offset: int, view: memoryview, alignment: int) -> None:
@@ -204,13 +211,14 @@ def joined(pieces: Sequence[Future[int]], offset: int, wanted: int) -> Future[in
 
 def _of_whole(error: StorageError, offset: int, wanted: int) -> StorageError:
     """Return the error of a piece as that of the request it was cut from."""
+    first = max(error.offset, offset)  # an error before the first byte may have no offset
     whole = StorageError(
         error.action,
         error.path,
         errno=error.errno,
-        offset=error.offset,
+        offset=first,
         wanted=wanted,
-        moved=error.offset - offset,
+        moved=first - offset,
         hint=error.hint,
     )
     whole.__cause__ = error

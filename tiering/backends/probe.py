@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import logging
 import mmap
 import os
@@ -56,13 +57,18 @@ def probe(folder: Path, *, sample: Path | None = None) -> Access:
     filesystem = fsops.filesystem_type(folder)
     alignment, reason = _tried(folder, sample, filesystem)
     if reason:
-        level = logging.WARNING if sample is None else logging.INFO
-        _log.log(level, "%s (%s): buffered, not direct I/O: %s", folder, filesystem, reason)
+        _say(logging.WARNING if sample is None else logging.INFO, folder, filesystem, reason)
         return Access(direct=False, alignment=1, filesystem=filesystem, reason=reason)
     _log.info("%s (%s): direct I/O in multiples of %d B", folder, filesystem, alignment)
     return Access(
         direct=True, alignment=alignment, filesystem=filesystem, reason="tried, and it works"
     )
+
+
+@functools.lru_cache
+def _say(level: int, folder: Path, filesystem: str, reason: str) -> None:
+    """Log how a drive is used, once: a run opens its store more than once."""
+    _log.log(level, "%s (%s): buffered, not direct I/O: %s", folder, filesystem, reason)
 
 
 def _tried(folder: Path, sample: Path | None, filesystem: str) -> tuple[int, str]:

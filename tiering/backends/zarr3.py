@@ -263,8 +263,12 @@ class Zarr3Backend:
         future.set_running_or_notify_cancel()
         file.pending.append(_Task(run, future, copy_context()))
         if not file.running:
+            try:
+                self._threads.submit(self._work_on, file)
+            except RuntimeError:  # no thread: nobody would do what was asked, for ever
+                file.pending.pop()
+                raise
             file.running = True
-            self._threads.submit(self._work_on, file)
         return future
 
     def _work_on(self, file: _File) -> None:

@@ -102,7 +102,11 @@ class OpenShard:
 
     def _damaged(self, chunk: int, offset: int, what: str) -> CorruptionError:
         return CorruptionError(
-            f"{self._spec.name} ({self._path}): chunk {chunk} at offset {offset} is damaged: {what}"
+            f"{self._spec.name} ({self._path}): chunk {chunk} at offset {offset} is damaged: "
+            f"{what}",
+            file=self._path,
+            offset=offset,
+            record=self._spec.array,
         )
 
     def _read_index(self) -> list[Place | None]:
@@ -112,7 +116,10 @@ class OpenShard:
         where = f"{self._spec.name} ({self._path})"
         if start < 0:
             raise CorruptionError(
-                f"{where} is truncated: {nbytes} B, its index alone has {self._spec.index_nbytes} B"
+                f"{where} is truncated: {nbytes} B, its index alone has "
+                f"{self._spec.index_nbytes} B",
+                file=self._path,
+                record=self._spec.array,
             )
         data = bytearray(self._spec.index_nbytes)
         self._fill([memoryview(data)], start)
@@ -120,7 +127,10 @@ class OpenShard:
             return decode_index(self._spec, data, start)
         except CorruptionError as error:
             raise CorruptionError(
-                f"{where}: index at offset {start} is damaged: {error}"
+                f"{where}: index at offset {start} is damaged: {error}",
+                file=self._path,
+                offset=start,
+                record=self._spec.array,
             ) from error
 
     def _fill(self, views: list[memoryview], offset: int) -> None:
