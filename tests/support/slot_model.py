@@ -57,9 +57,12 @@ class State(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """The rules that make it right; each can be left out to see what it is for."""
+    """The rules that make it right; each can be left out to see what it is for.
 
-    slots_of_the_durable_root_are_kept: bool = True
+    That the slots of the durable root are kept needs no rule of its own: whenever a slot is
+    chosen the durable root is the visible one.
+    """
+
     slots_of_readers_are_kept: bool = True
     readers_look_again: bool = True
     bytes_before_names: bool = True
@@ -72,7 +75,8 @@ class Rules:
 class Model:
     """So many slots and retained generations, up to a number of steps, commits and readers.
 
-    With a ``spare`` slot a step never overwrites the one before it.
+    With a ``spare`` slot a step never overwrites the one before it. Free slots are alike, so the
+    first is taken, unless ``any_slot`` is.
     """
 
     slots: int
@@ -81,6 +85,7 @@ class Model:
     readers: int = 1
     steps: int = 3
     commits: int = 4
+    any_slot: bool = False
     rules: Rules = field(default_factory=Rules)
 
     def start(self) -> State:
@@ -115,6 +120,8 @@ class Model:
                 return f"{reader.of} is being read, its slot holds {state.slots[reader.of.slot]}"
         if state.visible[-1].number < state.promised:
             return f"generation {state.promised} was promised, there is {state.visible[-1]}"
+        if state.phase == "idle" and state.durable != state.visible:
+            return "a slot may be chosen, and the root is not durable"
         if state.phase == "idle" and not state.readers and not self.outputs(self.reaped(state)):
             return "nobody reads, and there is no slot to write to"
         return None
@@ -124,8 +131,6 @@ class Model:
     def free(self, state: State) -> list[int]:
         """Return the slots that hold no truth."""
         kept = {listed.slot for listed in state.visible}
-        if self.rules.slots_of_the_durable_root_are_kept:
-            kept |= {listed.slot for listed in state.durable}
         if self.rules.slots_of_readers_are_kept:
             kept |= {listed.slot for listed in state.manifests - set(state.visible)}
         return [slot for slot in range(self.slots) if slot not in kept]
@@ -168,7 +173,7 @@ class Model:
     def _idle(self, state: State) -> Iterator[tuple[str, State]]:
         if state.step < self.steps:
             now = self.reaped(state)
-            for slot in self.outputs(now)[:1]:  # one is as good as the other
+            for slot in self.outputs(now)[: None if self.any_slot else 1]:
                 yield (
                     f"write slot {slot}",
                     now._replace(
@@ -183,7 +188,9 @@ class Model:
             yield "sync", state._replace(phase="synced", unsynced=left)
         elif state.visible[-1].number < self.commits:
             for listed in state.visible[:-1]:
-                yield f"roll back to {listed}", self._renamed(state, listed.slot, listed.step)
+                others = tuple(other for other in state.visible if other != listed)
+                again = self._renamed(state._replace(visible=others), listed.slot, listed.step)
+                yield f"roll back to {listed.number}", again
             for count in range(1, len(state.visible)):
                 visible = state.visible[-count:]
                 yield f"prune to {count}", state._replace(phase="renamed", visible=visible)
