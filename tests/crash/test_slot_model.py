@@ -30,10 +30,8 @@ from tiering.store import StoreReader, StoreWriter, open_reader, open_writer
     [
         Model(slots=2, retain=1, readers=2),
         Model(slots=3, retain=1, spare=1, readers=2),
-        Model(slots=3, retain=1, readers=2),
         Model(slots=3, retain=2),
         Model(slots=4, retain=2, spare=1),
-        Model(slots=4, retain=3),
     ],
     ids=lambda m: f"{m.slots} slots, {m.retain} retained, {m.spare} spare, {m.readers} readers",
 )
