@@ -13,26 +13,11 @@ import collections
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from tests.support.power_cut import History, Sync
-from tests.support.power_cut_images import THOROUGH, Bounds, Search, Violation
-from tests.support.power_cut_scenarios import Scenario, Workplace, workplace
-
-SCENARIOS: dict[str, Callable[[Workplace], Scenario]] = {
-    "commits": lambda place: place.commits(1),
-    "commits, two retained": lambda place: place.commits(2),
-    "slots": Workplace.more_slots,
-    "creation": Workplace.creation,
-    "creation given up": Workplace.creation_given_up,
-    "recode": Workplace.recoding,
-    "move": lambda place: place.moving("pq", "qr"),
-    "move out of the store": lambda place: place.moving("", "pq"),
-    "move together": lambda place: place.moving("pqr", "r"),
-    "attach": Workplace.attaching,
-}
-QUICK = Bounds(stride=8, each=4, random_subsets=1)
-CAREFUL = Bounds(every_subset_of=5, each=16, random_subsets=8, stride=3)
+from tests.support.power_cut_images import CAREFUL, QUICK, THOROUGH, Bounds, Search, Violation
+from tests.support.power_cut_scenarios import SCENARIOS, Scenario, Workplace, workplace
 
 
 def main() -> None:

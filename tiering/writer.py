@@ -267,7 +267,7 @@ class StoreWriter(OpenStore):
         slot = self._slots.await_free(wait_s)
         if slot not in self._slots.ready:
             self._slots.make(slot)
-            self._sync_all()
+            self._finish([slot])
             if self._reserving:
                 self._reserve([slot])
         self.working, self._written = slot, {}

@@ -34,12 +34,14 @@ class Bounds:
     """
 
     every_subset_of: int = 3
-    each: int = 6
-    random_subsets: int = 2
+    each: int = 4
+    random_subsets: int = 1
     parts_alone: bool = False
-    stride: int = 4
+    stride: int = 8
 
 
+QUICK = Bounds()
+CAREFUL = Bounds(every_subset_of=5, each=16, random_subsets=8, stride=3)
 THOROUGH = Bounds(every_subset_of=7, each=1000, random_subsets=24, parts_alone=True, stride=1)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from checkpoint.recode import Cut, recode
+from checkpoint.retention import prune
 from tests.support.loops import memory_mount
 from tests.support.power_cut import History, Recording, materialise
 from tests.support.tiering_stores import (
@@ -107,10 +108,7 @@ class Workplace:
 
     def commits(self, retain: int) -> Scenario:
         """Open a store and commit twice."""
-        self.make(slots=retain + 1)
-        for seed in range(2, retain + 1):
-            with open_writer(self.store) as writer:
-                fill(writer, seed, retain=retain)
+        self._make_retained(retain)
 
         def check(steps: Allowed) -> None:
             assert len(self.assert_whole(steps)) == retain
@@ -142,6 +140,62 @@ class Workplace:
             fill(writer, 2)
             recording.allow(allowed(2))
         return Scenario(recording=recording, check=check)
+
+    def repair(self) -> Scenario:
+        """Commit to a slot that is damaged."""
+        self.make()
+        next(self.drives["p"].glob("*/1.a.0")).unlink()
+        recording = Recording(self.folder)
+        recording.allow(allowed(1, 2))
+        with recording.running(), open_writer(self.store) as writer:
+            fill(writer, 2)
+            recording.allow(allowed(2))
+        return Scenario(recording=recording, check=self._check)
+
+    def _check(self, steps: Allowed) -> None:
+        self.assert_whole(steps)
+        self.assert_goes_on()
+
+    def going_back(self) -> Scenario:
+        """Make an older generation the newest, and commit after it."""
+        self._make_retained(2)
+        recording = Recording(self.folder)
+        recording.allow(allowed(1, 2))
+        with recording.running(), open_writer(self.store, generation=1) as writer:
+            writer.make_newest()
+            recording.allow(allowed(1))
+            recording.allow(allowed(1, 3))
+            fill(writer, 3, retain=2)
+            recording.allow(allowed(3))
+
+        def check(steps: Allowed) -> None:
+            assert len(self.assert_whole(steps)) == 2
+            self.assert_goes_on(2)
+
+        return Scenario(recording=recording, check=check)
+
+    def pruning(self) -> Scenario:
+        """Drop all generations but the newest, and the slots that they had."""
+        self._make_retained(3)
+        recording = Recording(self.folder)
+        recording.allow(allowed(3))
+        with recording.running():
+            prune(self.store, yes=True)
+
+        def check(steps: Allowed) -> None:
+            assert self.assert_whole(steps) in ([1, 2, 3], [3])
+            prune(self.store, yes=True)
+            assert self.assert_whole(steps) == [3]
+            assert len(list((self.store / "slots").glob("[0-9]*"))) <= 2
+            self.assert_goes_on()
+
+        return Scenario(recording=recording, check=check)
+
+    def _make_retained(self, generations: int) -> None:
+        self.make(slots=generations + 1)
+        for seed in range(2, generations + 1):
+            with open_writer(self.store) as writer:
+                fill(writer, seed, retain=generations)
 
     def creation(self) -> Scenario:
         """Create a store."""
@@ -185,17 +239,12 @@ class Workplace:
     def recoding(self) -> Scenario:
         """Give records other codecs and shards."""
         self.make()
-
-        def check(steps: Allowed) -> None:
-            self.assert_whole(steps)
-            self.assert_goes_on()
-
         recording = Recording(self.folder)
         recording.allow(allowed(1))
         with recording.running():
             recode(self.store, Cut(codec="", records=("d",)))
             recode(self.store, Cut(codec="blosc-zstd-shuffle", shard_nbytes=8192))
-        return Scenario(recording=recording, check=check)
+        return Scenario(recording=recording, check=self._check)
 
     def moving(self, begin: str = "pq", end: str = "qr") -> Scenario:
         """Move a store with two generations and a free slot to other drives."""
@@ -277,3 +326,20 @@ def workplace(drives: str = "pqr") -> Iterator[Workplace]:
             name: stack.enter_context(memory_mount(folder, "tmpfs", name=name)) for name in drives
         }
         yield Workplace(folder, mounts)
+
+
+SCENARIOS: Mapping[str, Callable[[Workplace], Scenario]] = {
+    "commits": lambda place: place.commits(1),
+    "commits, two retained": lambda place: place.commits(2),
+    "going back": Workplace.going_back,
+    "prune": Workplace.pruning,
+    "slots": Workplace.more_slots,
+    "repair": Workplace.repair,
+    "creation": Workplace.creation,
+    "creation given up": Workplace.creation_given_up,
+    "recode": Workplace.recoding,
+    "move": lambda place: place.moving("pq", "qr"),
+    "move out of the store": lambda place: place.moving("", "pq"),
+    "move together": lambda place: place.moving("pqr", "r"),
+    "attach": Workplace.attaching,
+}

@@ -347,11 +347,13 @@ def test_what_is_no_store_is_said_to_be_none(tmp_path: Path) -> None:
     assert list((tmp_path / "empty").iterdir()) == []
 
 
-def test_a_damaged_free_slot_is_repaired_when_it_is_needed(store: Path) -> None:
+@pytest.mark.parametrize("ensured", [True, False])
+def test_a_damaged_free_slot_is_repaired_when_it_is_needed(store: Path, ensured: bool) -> None:
     (store / "slots/1/even/c/0").resolve().unlink()
     with open_writer(store) as writer:
         assert writer.slots == {0}
-        writer.ensure_slots(2)
+        if ensured:
+            writer.ensure_slots(2)
         fill(writer, 2)
     with open_reader(store) as reader:
         assert_state(reader, 2)
