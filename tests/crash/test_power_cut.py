@@ -81,8 +81,8 @@ def test_every_sync_of_a_commit_is_needed(place: Workplace) -> None:
     assert {sync.step.operation.action for sync in syncs} == set(SYNCS)
     assert len(syncs) == 8
     for sync in syncs:
+        since = max(rename, sync.step.begin)  # what was not synced matters from there on
         with pytest.raises(Violation):
-            since = max(rename, sync.step.begin)  # what was not synced matters from there on
             Search(check=scenario.check).run(history.without(sync), since=since)
 
 

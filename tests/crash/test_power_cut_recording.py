@@ -91,8 +91,9 @@ def _found(recording: Recording, folder: Path) -> set[bytes]:
     found = set()
 
     def check(allowed: set[bytes]) -> None:
-        found.add((folder / "file").read_bytes())
-        assert found <= {OLD, NEW} and (folder / "file").read_bytes() in allowed
+        content = (folder / "file").read_bytes()
+        found.add(content)
+        assert content in allowed
 
     Search(check=check, bounds=THOROUGH, collect=True).run(History(recording))
     return found
