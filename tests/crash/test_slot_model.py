@@ -113,9 +113,11 @@ class Beside:
     def _follow(self, *events: str) -> None:
         """Take the model through the events that begin like these."""
         for event in events:
-            self.state = next(then for name, then in self.model.next(self.state) if name.startswith(event))
+            self.state = next(
+                then for name, then in self.model.next(self.state) if name.startswith(event)
+            )
 
-    # -- what may happen: each returns whether it could ------------------------------------------
+    # -- what may happen ---------------------------------------------------------------------------
 
     def commit(self) -> None:
         self._commit_until(None, "committed")

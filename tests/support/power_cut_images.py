@@ -31,6 +31,8 @@ class Bounds:
         parts_alone: Whether an effect in part is also tried with all others lost.
         stride: Of the points where a slot or its shards are filled or removed, which are many
             and alike, every so many are taken.
+        points: Which part of the points is drawn.
+        drawn: Which part of the images is drawn, besides those with all or nothing lost.
     """
 
     every_subset_of: int = 3
@@ -38,6 +40,8 @@ class Bounds:
     random_subsets: int = 1
     parts_alone: bool = False
     stride: int = 8
+    points: float = 1.0
+    drawn: float = 1.0
 
 
 QUICK = Bounds()
@@ -90,6 +94,8 @@ class Search:
         chance = random.Random(self.seed)
         durable = history.durable_from()
         for time in self._points(history, since):
+            if chance.random() >= self.bounds.points:
+                continue
             self.count.points += 1
             begun = [
                 (effect, durable[number] <= time)
@@ -97,9 +103,10 @@ class Search:
                 if effect.begin <= time
             ]
             pending = [effect for effect, settled in begun if not settled]
-            for text, choice in choices(pending, self.bounds, chance):
-                self.count.images += 1
-                self._try(history, time, text, history.tree(_chosen(begun, choice)))
+            for number, (text, choice) in enumerate(choices(pending, self.bounds, chance)):
+                if number < 2 or chance.random() < self.bounds.drawn:
+                    self.count.images += 1
+                    self._try(history, time, text, history.tree(_chosen(begun, choice)))
         return self.count
 
     def _points(self, history: History, since: int) -> Iterator[int]:
