@@ -283,13 +283,15 @@ def _require_same_model(config: RunConfig, target: Path) -> None:
         found = None
     except OSError as error:
         raise StorageError("read", path, errno=error.errno or 0) from error
-    if found in [_origin(config, uuid) for uuid in (_UNKNOWN, read_root(target).uuid)]:
-        log.warning("using %s, which was converted from %s before", target, config.model)
-        return
-    raise RefusedError(
-        f"{target} is there already and is not known to be made from {config.model}; choose "
-        f"another out, or train that store with model: {target}"
-    )
+    made = _origin(config, read_root(target).uuid)
+    if found not in (made, _origin(config, _UNKNOWN)):
+        raise RefusedError(
+            f"{target} is there already and is not known to be made from {config.model}; choose "
+            f"another out, or train that store with model: {target}"
+        )
+    log.warning("using %s, which was converted from %s before", target, config.model)
+    if found != made:  # a kill came before this could be said
+        _write(config.out, CONVERTED_FILE, json.dumps(made))
 
 
 def require_same_drives(config: RunConfig, store: StoreWriter) -> None:

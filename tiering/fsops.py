@@ -393,19 +393,21 @@ def truncate(path: Path, nbytes: int) -> None:
 
 
 def filesystem_type(path: Path) -> str:
-    """Return the type of the file system of ``path`` as the kernel names it, or "unknown"."""
-    device = os.stat(path).st_dev
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    found = "unknown"
+    """Return the type of the file system of ``path`` as the kernel names it, or "unknown".
+
+    The mount is asked for, not the device: on btrfs each subvolume has one that no mount names.
+    """
+    fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
-        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+        about = Path(f"/proc/self/fdinfo/{fd}").read_text().split()
+        mounts = Path("/proc/self/mountinfo").read_text().splitlines()
     except OSError:
-        return found
-    for line in lines:
-        before, _, after = line.partition(" - ")
-        if before.split()[2] == wanted:
-            found = after.split()[0]
-    return found
+        return "unknown"
+    finally:
+        os.close(fd)
+    mount = about[about.index("mnt_id:") + 1]
+    types = (line.partition(" - ")[2].split()[0] for line in mounts if line.split()[0] == mount)
+    return next(types, "unknown")
 
 
 def raise_open_file_limit(wanted: int) -> int:

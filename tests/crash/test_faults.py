@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.children import Children
-from tests.support.fault_trials import KINDS, FaultKind, attempt
+from tests.support.fault_trials import KINDS, FaultKind, Verdict, attempt
 from tests.support.faults import Fault
 from tests.support.programs import (
     Convert,
@@ -58,6 +58,16 @@ def test_a_failed_call_is_told_and_nothing_is_lost(
     number = numbers[zlib.crc32(kind.name.encode()) % len(numbers)]
     trial = attempt(victim, children, kind, number)
     assert trial.verdict.allowed, str(trial)
+
+
+@pytest.mark.parametrize("kind_of_program", [Convert, Export, ExportOver], ids=lambda v: v.name)
+def test_what_may_not_outlive_a_power_cut_is_taken_back(
+    program: Made, children: Children, kind_of_program: type[Program]
+) -> None:
+    victim = program(kind_of_program)
+    kind = next(kind for kind in KINDS if kind.name == "sync EIO")
+    trial = attempt(victim, children, kind, victim.calls["sync"] - 1)
+    assert trial.verdict is Verdict.CLEAN, str(trial)
 
 
 @pytest.mark.parametrize("kind_of_program", [*QUICK, Train, Resume], ids=lambda v: v.name)

@@ -59,6 +59,13 @@ def test_a_run_killed_in_each_part_of_a_commit_ends_with_the_same_bits(
     assert [killed.call.split()[0] for killed in story.kills] == [op for op, _, _ in COMMIT]
 
 
+def test_a_run_killed_when_its_store_is_there_and_nothing_says_of_which_model(
+    program: Made, children: Children
+) -> None:
+    story = tell(program(Train), children, [at_path("rename", "/run/converted.json", after=1)])
+    assert (story.wrong, len(story.kills)) == ("", 1)
+
+
 @pytest.mark.parametrize(
     "kind", [Convert, ConvertEncoded, ExportOver, Move, Encode], ids=lambda kind: kind.name
 )

@@ -72,10 +72,10 @@ def at_call(program: Program, op: str, number: int, *, torn: bool = False) -> Bl
     return Blow(how=f"{op} {kill}", fault=fault)
 
 
-def at_path(op: str, part: str, *, torn: bool = False) -> Blow:
-    """Return a kill at the first call on a path with ``part`` in it."""
+def at_path(op: str, part: str, *, after: int = 0, torn: bool = False) -> Blow:
+    """Return a kill at the first call, or one after it, on a path with ``part`` in it."""
     kill = "torn" if torn else "before"
-    return Blow(how=f"{op} {kill}", fault=Fault(op=op, path=part, count=1, kill=kill))
+    return Blow(how=f"{op} {kill}", fault=Fault(op=op, path=part, after=after, count=1, kill=kill))
 
 
 def any_blow(program: Program, rng: random.Random) -> Blow:

@@ -16,8 +16,16 @@ from pathlib import Path
 import pytest
 
 MIB = 1 << 20
-_LEAST = {"ext4": 16 * MIB, "xfs": 320 * MIB}  # images are sparse: most of it is never written
-_MAKE = {"ext4": ["mkfs.ext4", "-q", "-F", "-m", "0"], "xfs": ["mkfs.xfs", "-q", "-f"]}
+_LEAST = {  # images are sparse: most of it is never written
+    "ext4": 16 * MIB,
+    "xfs": 320 * MIB,
+    "btrfs": 128 * MIB,
+}
+_MAKE = {
+    "ext4": ["mkfs.ext4", "-q", "-F", "-m", "0"],
+    "xfs": ["mkfs.xfs", "-q", "-f"],
+    "btrfs": ["mkfs.btrfs", "-q", "-f"],
+}
 _PAGE = 4096
 
 
