@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tiering import fsops
 from tiering.drives import Drive
-from tiering.errors import CorruptionError
+from tiering.errors import CorruptionError, StorageError
 from tiering.fields import shown
 from tiering.manifest import digest
 from tiering.records import SHARD_NBYTES, Record
