@@ -37,6 +37,7 @@ from megatrain.side_files import as_folder
 from megatrain.stage import TORCH_DTYPES, Stage
 from megatrain.update import Update
 from tiering.arena import Arena
+from tiering.backends.posix import THREADS_PER_DRIVE
 from tiering.errors import CapacityError
 from tiering.process import PeakMeter, resident_nbytes, status_nbytes
 from tiering.recordio import Transfer
@@ -269,12 +270,18 @@ def _completed(found: Workspace, plan: Plan, small: Plan, call_nbytes: int) -> W
     rows = (full.rows - part.rows) * full.hidden * 4
     chunks = sum(record.geometry.chunk_count for record in plan.records.values())
     kept = batches * call_nbytes + (full.tokens - part.tokens) * TOKEN_NBYTES
-    return replace(
-        found,
-        outer=found.outer + rows,
-        rest=found.rest + rows,
-        kept=kept + chunks * CHUNK_NBYTES,
-    )
+    kept += chunks * CHUNK_NBYTES + _codec_nbytes(plan)
+    return replace(found, outer=found.outer + rows, rest=found.rest + rows, kept=kept)
+
+
+def _codec_nbytes(plan: Plan) -> int:
+    """Return the bytes of chunks on their way into and out of encoded shards.
+
+    Each thread has a decoded and an encoded one, and each role a shard that is being written.
+    """
+    encoded = [record for record in plan.records.values() if record.codec is not None]
+    chunk = max((record.geometry.chunk_nbytes for record in encoded), default=0)
+    return chunk * (2 * THREADS_PER_DRIVE + len(plan.step.shape.roles))
 
 
 @dataclass(slots=True)

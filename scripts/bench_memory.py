@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -54,9 +55,15 @@ def main() -> None:
         settings = vars(args) | {"folder": folder, "model": args.model.resolve()}
         (folder / "run.yaml").write_text(RUN.format(**settings))
         command = [sys.executable, "-c", PEAK, "train", str(folder / "run.yaml")]
-        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        pipe = subprocess.PIPE
+        done = subprocess.run(command, check=True, stdout=pipe, stderr=pipe, text=True)
+        sys.stderr.write(done.stderr)
         peak = int(done.stdout.split("VmHWM:")[1].split()[0]) / 1024
-        print(f"memory.ram {args.ram}: peak RSS of the whole process {peak:.0f} MiB")
+        planned = re.search(r"this process at most +(\S+ \S+)", done.stderr)
+        print(
+            f"memory.ram {args.ram}: peak RSS of the whole process {peak:.0f} MiB, planned "
+            f"{planned[1] if planned else 'nothing'}"
+        )
         count = parameters(args.model)
         for line in (folder / "run" / "metrics.jsonl").read_text().splitlines():
             row = json.loads(line)

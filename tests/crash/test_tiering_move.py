@@ -117,11 +117,11 @@ def test_bytes_are_durable_before_names_names_before_links_and_the_old_file_goes
     copy, final = f"q/{new}/0.a.0.unfinished", f"q/{new}/0.a.0"
     order = [
         ("link", "store/drives/1"),
+        ("fsync folder", "store/drives"),
         ("create folder", f"q/{new}"),
         ("fsync", f"q/{new}/drive.json"),
         ("fsync folder", f"q/{new}"),
         ("fsync folder", "q"),
-        ("fsync folder", "store/drives"),
         ("rename", "store/zarr.json"),
         ("fsync folder", "store"),
         ("create", copy),

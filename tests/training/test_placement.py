@@ -37,6 +37,7 @@ MIXES = {
     "disk": DISK,
     "half": {"memory__resident": "700KiB", "memory__gradients": "ram"},
     "small slabs": DISK | {"memory__slab": PIECE},
+    "cxl": {"memory__resident": 0, "memory__cxl": "64MiB", "memory__cxl_nodes": [0]},
     "zarr": DISK | {"store__tier": "zarr"},
     "zarr, small slabs": DISK
     | {"store__tier": "zarr", "store__codec": "zstd", "memory__slab": PIECE},
@@ -55,8 +56,7 @@ def wide_llama(folder: Path, *, tie: bool) -> Path:
     )
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize(("tie", "dtype"), [(True, "bfloat16"), (False, "float32")])
 def test_ram_disk_and_any_mix_give_the_same_bits(tmp_path, tie, dtype):
     model = wide_llama(tmp_path / "model", tie=tie)
     data = token_rows(tmp_path / "rows.jsonl", vocab=1500)
@@ -72,6 +72,8 @@ def test_ram_disk_and_any_mix_give_the_same_bits(tmp_path, tie, dtype):
     assert Tier.NVME not in tiers["ram"]
     assert tiers["disk"].get(Tier.PINNED, 0) < tiers["disk"][Tier.NVME] / 100
     assert {Tier.PINNED, Tier.NVME} <= tiers["half"].keys()
+    weights_in_cxl = {Tier.CXL, Tier.NVME} if dtype == "bfloat16" else {Tier.NVME}
+    assert tiers["cxl"].keys() == weights_in_cxl  # in float32 the masters are what is streamed
     assert Tier.NVME not in tiers["zarr"]
     assert {Tier.PINNED, Tier.ZARR} == tiers["half in zarr"].keys()
 
@@ -198,7 +200,7 @@ def test_the_bytes_that_move_are_those_of_the_plan(tmp_path):
     for name, memory in MIXES.items():
         seen: Quiet = train(run_config(model, data, tmp_path / name, **memory))
         assert seen.plan
-        for tier in (Tier.PINNED, Tier.NVME):
+        for tier in (Tier.PINNED, Tier.CXL, Tier.NVME):
             planned = seen.plan.traffic.get(tier)
             row = seen.rows[-1]
             if planned is None:

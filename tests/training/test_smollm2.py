@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -112,6 +113,9 @@ def test_with_all_state_on_disk_the_process_stays_below_900_mebibytes(tmp_path, 
     assert done.returncode == 0, done.stderr
     peak = 1024 * int(done.stdout.split("VmHWM:")[1].split()[0])
     assert peak <= 0.9 * GIB
+    printed = re.search(r"this process at most +([\d.]+) MiB", done.stderr)
+    assert printed
+    assert 0.85 <= peak / (float(printed[1]) * 2**20) <= 1.0
     for line in (tmp_path / "run" / METRICS_FILE).read_text().splitlines():
         row = json.loads(line)
         # 14 and 2 for the gradient's way to disk; 16 and 2 to read
