@@ -248,7 +248,7 @@ def _tell(found: Iterable[Change], before: RunConfig, after: RunConfig, step: in
     old, new = before.train, after.train
     if step > 1 and old.rate(step - 1) != new.rate(step - 1):
         log.warning(
-            "the learning rate was %s in step %d and is %s in step %d",
+            "the learning rate was %.6g in step %d and is %.6g in step %d",
             old.rate(step - 2),
             step - 1,
             new.rate(step - 1),
