@@ -20,10 +20,10 @@ from tiering.zarr_documents import array_document, group_document, new_shard
 SHARED = "shared"
 
 Places = Mapping[str, tuple[int, ...]]  # record name -> drive number of each shard
-OnFault = Callable[[CorruptionError], None]
+OnFault = Callable[[CorruptionError | StorageError], None]
 
 
-def refuse(fault: CorruptionError) -> None:
+def refuse(fault: CorruptionError | StorageError) -> None:
     """Raise the first fault that is found."""
     raise fault
 
@@ -165,6 +165,9 @@ def read_metadata(
             found[name] = _read_checked(folder / name, expected, name.rpartition("/")[0])
         except CorruptionError as fault:
             on_fault(fault)
+        except StorageError as error:
+            error.record = name.rpartition("/")[0]
+            on_fault(error)
     return found
 
 
@@ -208,6 +211,9 @@ def locate(
                 shards.append(_locate_shard(store, slot, record, number, drives, wanted))
             except CorruptionError as fault:
                 on_fault(fault)
+            except StorageError as error:
+                error.record = record.name
+                on_fault(error)
         if len(shards) == record.geometry.shard_count:
             found[record.name] = tuple(shards)
     return found
@@ -234,6 +240,13 @@ def _locate_shard(
             file=link,
             record=record.name,
         )
+    elsewhere = _elsewhere(drive, name, drives)
+    if elsewhere is not None:
+        raise CorruptionError(
+            f"{link}: links to drive {drive.number}, but the shard is {elsewhere}",
+            file=link,
+            record=record.name,
+        )
     fault = _wrong_length(drive, drive.folder / name, link, nbytes)
     if fault:
         raise CorruptionError(
@@ -243,6 +256,14 @@ def _locate_shard(
             record=record.name,
         )
     return Shard(drive=drive.number, path=drive.folder / name)
+
+
+def _elsewhere(drive: Drive, name: str, drives: Sequence[Drive]) -> Path | None:
+    """Return where a shard is that is not on the drive which its link names."""
+    if os.path.lexists(drive.folder / name):
+        return None
+    paths = (other.folder / name for other in drives if other != drive)
+    return next((path for path in paths if os.path.lexists(path)), None)
 
 
 def _wrong_length(drive: Drive, path: Path, link: Path, expected: int | None) -> str:
