@@ -37,7 +37,7 @@ from megatrain.side_files import as_folder
 from megatrain.stage import TORCH_DTYPES, Stage
 from megatrain.update import Update
 from tiering.arena import Arena
-from tiering.backends.posix import THREADS_PER_DRIVE
+from tiering.backends import zarr3
 from tiering.errors import CapacityError
 from tiering.process import PeakMeter, resident_nbytes, status_nbytes
 from tiering.recordio import Transfer
@@ -281,7 +281,7 @@ def _codec_nbytes(plan: Plan) -> int:
     """
     encoded = [record for record in plan.records.values() if record.codec is not None]
     chunk = max((record.geometry.chunk_nbytes for record in encoded), default=0)
-    return chunk * (2 * THREADS_PER_DRIVE + len(plan.step.shape.roles))
+    return chunk * (2 * zarr3.THREADS + len(plan.step.shape.roles))
 
 
 @dataclass(slots=True)

@@ -19,12 +19,13 @@ import numpy as np
 
 from tiering import fsops
 from tiering.backends.open_files import OpenFiles
-from tiering.backends.posix import OPEN_FILES, THREADS_PER_DRIVE, joined
+from tiering.backends.posix import OPEN_FILES, joined
 from tiering.backends.zarr_shards import DecodedChunks, OpenShard, Scratch
 from tiering.checksum import crc32c
 from tiering.codecs import Place, ShardSpec, encode_index
 from tiering.errors import StorageError
 
+THREADS = 2
 _BLOCK_NBYTES = 64 << 10
 _log = logging.getLogger(__name__)
 
@@ -142,7 +143,7 @@ class Zarr3Backend:
         name: str,
         *,
         writable: bool,
-        threads: int = THREADS_PER_DRIVE,
+        threads: int = THREADS,
         open_files: int = OPEN_FILES,
     ) -> None:
         self._name = name
