@@ -173,8 +173,16 @@ def drop_drive(store: Path, uuid: str, drive: Drive) -> None:
         else:
             fsops.remove_dir(drive.folder)
             fsops.fsync_dir(drive.folder.parent)
+    else:
+        settle_removal(drive.folder)
     fsops.unlink(link_of(store, drive.number))
     fsops.fsync_dir(store / "drives")
+
+
+def settle_removal(folder: Path) -> None:
+    """Make durable that a folder is gone, if it is: a kill may have come before that was."""
+    if not folder.exists() and folder.parent.is_dir():
+        fsops.fsync_dir(folder.parent)
 
 
 def is_ours(folder: Path, uuid: str, number: int) -> bool:

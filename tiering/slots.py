@@ -109,6 +109,22 @@ def finish_slot(store: Path, slot: int, *, documents: Mapping[str, bytes]) -> No
     fsops.fsync_dir(folder)
 
 
+def settle_slot(store: Path, slot: int) -> None:
+    """Make durable that a visible slot is complete: a kill may have come before that was."""
+    folder = slot_folder(store, slot)
+    fsops.fsync_file(folder / "zarr.json")
+    fsops.fsync_dir(folder)
+
+
+def is_present(record: Record, *, drives: Sequence[Drive], places: Places) -> bool:
+    """Whether another slot has given a shared record all its files already."""
+    by_number = {drive.number: drive for drive in drives}
+    return record.shared and all(
+        (by_number[number].folder / file_name(0, record, shard)).exists()
+        for shard, number in enumerate(places[record.name])
+    )
+
+
 def _create_shard(path: Path, record: Record, shard: int) -> None:
     if not (record.shared and path.exists()):
         fsops.create_sparse(path, *new_shard(record, shard))
@@ -116,15 +132,16 @@ def _create_shard(path: Path, record: Record, shard: int) -> None:
 
 def delete_slot(store: Path, slot: int, *, drives: Sequence[Drive]) -> None:
     """Remove every file of ``slot``, finished or not; shared ones only if no other links to it."""
-    group = slot_folder(store, slot) / "zarr.json"
-    if group.exists():
-        # First and durably: what a power cut brings back of the rest must not pass for complete.
-        fsops.unlink(group)
-        fsops.fsync_dir(group.parent)
+    folder = slot_folder(store, slot)
+    if folder.is_dir():
+        # First and durably, also if a kill did the first: what a power cut brings back of the rest
+        # must not pass for complete.
+        fsops.unlink(folder / "zarr.json", missing_ok=True)
+        fsops.fsync_dir(folder)
     for drive in drives:
         for path in sorted(drive.folder.glob(f"{slot}.*")):
             fsops.unlink(path)
-    fsops.remove_tree(slot_folder(store, slot))
+    fsops.remove_tree(folder)
     shared = [(d.number, path) for d in drives for path in sorted(d.folder.glob(f"{SHARED}*"))]
     linked = _link_targets(store) if shared else frozenset()
     for number, path in shared:
