@@ -93,8 +93,9 @@ def _files(store: Path) -> Iterator[StoreFile]:
     for item in root["drives"]:
         link = store / "drives" / str(item["drive"])
         yield StoreFile(path=link, kind="link to a drive", drive=item["drive"])
-        label = link.parent / os.readlink(link) / "drive.json"
-        yield StoreFile(path=label, kind="label of a drive", drive=item["drive"])
+        yield StoreFile(
+            path=_folder(link) / "drive.json", kind="label of a drive", drive=item["drive"]
+        )
     schema = store / "schema" / root["schema"]
     yield StoreFile(path=schema.with_suffix(".json"), kind="list of schema files")
     for path in sorted(schema.rglob("*")):
@@ -121,11 +122,15 @@ def _generation(store: Path, number: int, slot: int) -> Iterator[StoreFile]:
             link = slots / name / "c" / str(shard)
             yield StoreFile(path=link, kind="link to a shard", **about)
             drive = int(Path(os.readlink(link)).parts[-2])
-            drive_link = store / "drives" / str(drive)
-            path = drive_link.parent / os.readlink(drive_link) / Path(os.readlink(link)).name
+            path = _folder(store / "drives" / str(drive)) / Path(os.readlink(link)).name
             kind = "shard" if entry["codec"] is None else "encoded shard"
             regions = tuple(_regions(path, array, entry["codec"], shard))
             yield StoreFile(path=path, kind=kind, drive=drive, regions=regions, **about)
+
+
+def _folder(link: Path) -> Path:
+    """Return the folder that a link to a drive leads to."""
+    return Path(os.path.normpath(link.parent / os.readlink(link)))
 
 
 def _regions(path: Path, array: Any, codec: str | None, shard: int) -> Iterator[Region]:

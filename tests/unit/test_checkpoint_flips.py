@@ -150,15 +150,39 @@ def test_what_no_generation_consists_of_means_nothing_and_is_made_anew(trained: 
     unused = unused_files(trained.store)
     assert {"LOCK", "zarr.json"} < {path.name for path in unused}
     for path in unused:
-        with path.open("r+b") as file:
-            data = bytearray(file.read())
-            free_raw = path.parent.name.startswith("megatrain-") and len(data) > 16384
-            at = rng.randrange(min(len(data), 4096 if free_raw else len(data)))
-            data[at] ^= 1 << rng.randrange(8)
-            file.seek(0)
-            file.write(data)
+        flip_in_place(path, rng.randrange(size(path)))
     assert verify(trained.store, deep=True).ok
-    run.resume(Path(trained.run.out), ["train.steps=4"], Quiet(), Stop(), allow_changes=True)
+    go_on(trained, steps=4)
+    assert verify(trained.store, deep=True).ok
+
+
+def test_what_a_commit_does_not_write_is_looked_at_before_a_slot_is_used(
+    trained: Trained, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The index of a raw shard, and the zeros before it, are as old as its slot."""
+    unused = unused_files(trained.store)
+    path = next(path for path in unused if path.name.endswith(".layer.000.master.0"))
+    flip_in_place(path, size(path) - 10)
+    assert verify(trained.store, deep=True).ok
+    go_on(trained, steps=5)
+    assert f"{path} at offset {size(path) - 10}" in caplog.text
+    assert verify(trained.store, deep=True).ok
+
+
+def go_on(trained: Trained, *, steps: int) -> None:
+    changed = [f"train.steps={steps}"]
+    run.resume(Path(trained.run.out), changed, Quiet(), Stop(), allow_changes=True)
     with open_reader(trained.store) as reader:
-        assert reader.manifest.step == 4
-    assert verify(trained.store, deep=True).ok
+        assert reader.manifest.step == steps
+
+
+def size(path: Path) -> int:
+    return path.stat().st_size
+
+
+def flip_in_place(path: Path, at: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
