@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tiering import bandwidth, fsops
 from tiering.bandwidth import Measure, with_shares
-from tiering.drives import Drive, create_drive, is_ours, plan_drives
+from tiering.drives import Drive, create_drive, is_ours, plan_drives, settle_removal
 from tiering.errors import RefusedError, StorageError
 from tiering.generations import MARKER, ROOT
 from tiering.lock import StoreLock
@@ -166,6 +166,8 @@ def _dismantle(store: Path, uuid: str, folders: Sequence[Path]) -> None:
     for number, folder in enumerate(folders):
         if is_ours(folder, uuid, number):
             _remove_drive(folder)
+        else:
+            settle_removal(folder)
     for name in _PARTS:
         fsops.remove_tree(store / name)
     fsops.fsync_dir(store)  # the marker goes last, or a power cut leaves parts without it

@@ -117,11 +117,14 @@ def hold(path: Path) -> int | None:
 
     Raises:
         LockedError: A writer has kept it to itself for longer than removing the file takes.
+        StorageError: It cannot be read.
     """
     try:
         fd = os.open(path, _READ)
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        raise StorageError("open", path, errno=error.errno or 0) from error
     try:
         if _acquire(fd, path, fcntl.LOCK_SH, _HOLD_TRIES):
             return fd

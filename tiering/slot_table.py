@@ -23,8 +23,10 @@ from tiering.slots import (
     delete_slot,
     existing_slots,
     finish_slot,
+    is_present,
     locate,
     read_metadata,
+    settle_slot,
 )
 
 _log = logging.getLogger(__name__)
@@ -104,6 +106,7 @@ class SlotTable:
         for slot in set(existing_slots(self._store)) - self._complete:
             try:
                 read_metadata(self._store, slot, self.form.digests)
+                settle_slot(self._store, slot)
                 self._add_located(slot)
             except (CorruptionError, StorageError) as error:  # nothing in it is needed
                 if slot not in self.protected:
@@ -149,6 +152,15 @@ class SlotTable:
             places=self.form.places,
         )
         self._add_located(slot)
+
+    def present(self) -> frozenset[str]:
+        """Return the shared records whose files another slot has already; these must not change."""
+        form = self.form
+        return frozenset(
+            name
+            for name, record in form.records.items()
+            if is_present(record, drives=self._drives, places=form.places)
+        )
 
     def finish(self, slots: Iterable[int]) -> None:
         """Say of slots whose files are durable that they are complete; durable."""
