@@ -264,7 +264,7 @@ def _locate_shard(
             file=link,
             record=record.name,
         )
-    fault = _wrong_length(drive, drive.folder / name, link, nbytes)
+    fault = _wrong_length(drive.folder / name, link, nbytes)
     if fault:
         raise CorruptionError(
             f"drive {drive.number}: shard {drive.folder / name} {fault}",
@@ -283,7 +283,7 @@ def _elsewhere(drive: Drive, name: str, drives: Sequence[Drive]) -> Path | None:
     return next((path for path in paths if os.path.lexists(path)), None)
 
 
-def _wrong_length(drive: Drive, path: Path, link: Path, expected: int | None) -> str:
+def _wrong_length(path: Path, link: Path, expected: int | None) -> str:
     """Return what is wrong with a shard's file, short of its content."""
     try:
         status = path.lstat()
