@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from tiering.drives import expected_label, open_drives
+from tiering.drives import open_drives
 from tiering.errors import CorruptionError
 from tiering.generations import ROOT
+from tiering.labels import expected_label, read_owner
 from tiering.manifest import Root
 from tiering.schema_files import read_schema_file, schema_digests
 from tiering.small_files import read_small
@@ -48,10 +49,12 @@ def drive_faults(store: Path, root: Root) -> Iterator[CorruptionError]:
     for number, share in root.drives.items():
         try:
             [drive] = open_drives(store, root.uuid, {number: share})
+            owner = read_owner(drive.folder)
         except CorruptionError as fault:
+            fault.drive = number
             yield fault
             continue
-        yield from _unlike(drive.label, expected_label(root.uuid, number), drive=number)
+        yield from _unlike(drive.label, expected_label(root.uuid, number, owner), drive=number)
 
 
 def _schema_faults(store: Path, key: str) -> Iterator[CorruptionError]:
