@@ -164,7 +164,7 @@ def _clear_remains(store: Path) -> None:
 
 def _dismantle(store: Path, uuid: str, folders: Sequence[Path]) -> None:
     for number, folder in enumerate(folders):
-        if is_ours(folder, uuid, number):
+        if is_ours(store, uuid, number, folder):
             _remove_drive(folder)
         else:
             settle_removal(folder)

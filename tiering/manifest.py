@@ -102,7 +102,7 @@ class Root:
                 for g in self.generations
             ],
         }
-        pointer["check"] = _check_of(pointer)
+        pointer["check"] = check_of(pointer)
         group = {"zarr_format": 3, "node_type": "group", "attributes": {ATTRIBUTE: pointer}}
         return encode_json(group)
 
@@ -120,7 +120,7 @@ class Root:
         try:
             fields.check_format(FORMAT)
         except RefusedError as error:  # the check is the same in every format
-            if pointer.get("check") == _check_of(pointer):
+            if pointer.get("check") == check_of(pointer):
                 raise
             raise CorruptionError(f"{error}; or it is damaged", file=source) from error
         root = cls(
@@ -130,13 +130,13 @@ class Root:
             generations=tuple(_generation(g) for g in fields.items("generations")),
         )
         _check_pointer(fields, root)
-        fields.equal("check", _check_of(pointer), "the sha256 of the rest")
+        fields.equal("check", check_of(pointer), "the sha256 of the rest")
         fields.finish()
         return root
 
 
-def _check_of(pointer: Mapping[str, Any]) -> str:
-    """Return what makes a flipped bit of the root show: nothing else vouches for all of it."""
+def check_of(pointer: Mapping[str, Any]) -> str:
+    """Return what makes a flipped bit of a root or label show: nothing else vouches for it."""
     rest = {key: value for key, value in pointer.items() if key != "check"}
     return digest(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode())
 

@@ -36,6 +36,7 @@ from tiering.generations import ROOT, going_back, read_root, reap, replace_root
 from tiering.lock import StoreLock
 from tiering.manifest import Generation, Root, plain_lengths
 from tiering.opened import OpenGeneration, open_generation
+from tiering.ownership import claim_drives
 from tiering.relocation import Move, SlotFiles, in_order, plan_moves
 from tiering.slots import (
     SHARED,
@@ -80,7 +81,7 @@ def move_store(
 
     Raises:
         LockedError: A process writes the store or reads one of its generations.
-        RefusedError: A folder cannot be a drive.
+        RefusedError: A folder cannot be a drive, or the store is a copy that shares its drives.
         CapacityError: The drives have too little room; nothing was changed.
         CorruptionError: The store is not what was committed; nothing was changed.
         StorageError: Copying failed; the store is whole.
@@ -99,6 +100,7 @@ def _opened(store: Path) -> Iterator[_Mover]:
     fsops.fsync_dir(store)
     root = read_root(store)
     drives = open_drives(store, root.uuid, root.drives)
+    claim_drives(store, root.uuid, drives)
     listed = [_whole(store, root, generation, drives) for generation in root.generations]
     with _claimed(store, root):
         slots = [_slot_of(generation) for generation in listed]

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from tiering.drives import expected_label, open_drives
+from tiering.drives import open_drives
 from tiering.errors import CorruptionError, StorageError
 from tiering.generations import ROOT
+from tiering.labels import expected_label, read_owner
 from tiering.manifest import Root
 from tiering.schema_files import read_schema_file, schema_digests
 from tiering.small_files import read_small
@@ -27,7 +28,8 @@ def store_faults(store: Path, root: Root) -> Sequence[CorruptionError]:
     for number, share in root.drives.items():
         with _kept(faults, number):
             [drive] = open_drives(store, root.uuid, {number: share})
-            _require(drive.label, expected_label(root.uuid, number), drive=number)
+            owner = read_owner(drive.folder)
+            _require(drive.label, expected_label(root.uuid, number, owner), drive=number)
     with _kept(faults):
         for name in schema_digests(store, root.schema):
             with _kept(faults):
