@@ -15,11 +15,24 @@ from tiering.zarr_documents import group_document
 
 
 def store_faults(store: Path, root: Root) -> Iterator[CorruptionError]:
-    """Yield what is not as it was written, though ``root`` could be read."""
-    yield from _unlike(store / ROOT, root.encode())
+    """Yield what is not as it was written, though ``root`` could be read.
+
+    A commit may replace the root meanwhile.
+    """
+    yield from _root_faults(store / ROOT)
     yield from _unlike(store / "slots" / "zarr.json", group_document())
     yield from drive_faults(store, root)
     yield from _schema_faults(store, root.schema)
+
+
+def _root_faults(path: Path) -> Iterator[CorruptionError]:
+    try:
+        found = read_small(path)
+        expected = Root.decode(found, path).encode()
+    except CorruptionError as fault:
+        yield fault
+    else:
+        yield from _difference(path, found, expected, None)
 
 
 def _unlike(path: Path, expected: bytes, *, drive: int | None = None) -> Iterator[CorruptionError]:
@@ -32,6 +45,12 @@ def _unlike(path: Path, expected: bytes, *, drive: int | None = None) -> Iterato
     except CorruptionError as fault:
         yield fault
         return
+    yield from _difference(path, found, expected, drive)
+
+
+def _difference(
+    path: Path, found: bytes, expected: bytes, drive: int | None
+) -> Iterator[CorruptionError]:
     if found != expected:
         pairs = enumerate(zip(found, expected, strict=False))
         offset = next((i for i, (a, b) in pairs if a != b), min(len(found), len(expected)))
