@@ -82,12 +82,23 @@ def verify(
     Not ``deep``: digests of root, manifests, metadata and side files, drives, links, existence and
     length of every shard, at a cost that does not depend on the size of the model. ``deep``: also
     the checksum of every chunk, and the bytes of shards that no checksum covers. A generation that
-    is dropped meanwhile is left out. What cannot be read is found like what is damaged.
+    is dropped meanwhile is left out; if all are, those that took their place are looked at. What
+    cannot be read is found like what is damaged.
 
     Raises:
-        RefusedError: There is no store, or no such generation.
+        RefusedError: There is no store, or no such generation, or it was dropped meanwhile.
         StorageError: The root cannot be read.
     """
+    while True:
+        found = _verify(store, deep, generation, on_progress)
+        if found is not None:
+            return found
+
+
+def _verify(
+    store: Path, deep: bool, generation: int | None, on_progress: OnProgress | None
+) -> Findings | None:
+    """Return the findings, or None if every generation was dropped before it was looked at."""
     try:
         root = read_root(store)
     except CorruptionError as error:
@@ -99,10 +110,12 @@ def verify(
     if not _drives_are_there(store, root):
         return Findings(deep=deep, generations=(), findings=tuple(faults))
     work = _Work(store, _schema(store, root), deep, on_progress)
-    looked_at = [work.examine(item, len(listed)) for item in listed]
+    looked_at = tuple(filter(None, (work.examine(item, len(listed)) for item in listed)))
+    if not looked_at:
+        return None
     return Findings(
         deep=deep,
-        generations=tuple(item for item in looked_at if item is not None),
+        generations=looked_at,
         findings=(*faults, *work.findings),
     )
 

@@ -61,6 +61,7 @@ def create_store(
     if made:
         fsops.make_dir(store)
     with _locked(store, made) as store_lock:
+        _require_fresh(store)  # again: another creation may have ended meanwhile
         _clear_remains(store)
         writer = None
         try:
@@ -76,7 +77,7 @@ def _locked(store: Path, made: bool) -> StoreLock:
     try:
         return StoreLock(store / "LOCK")
     except StorageError:
-        if made:
+        if made and {entry.name for entry in store.iterdir()} <= {"LOCK"}:
             fsops.remove_tree(store)
         raise
 

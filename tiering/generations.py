@@ -140,8 +140,8 @@ def _slot_being_read(path: Path) -> int:
     try:
         return Manifest.decode(read_small(path), path).slot
     except CorruptionError as error:
-        pids = ", ".join(map(str, lock.holders_of(path))) or "unknown"
-        raise LockedError(f"{error}; it is being read by pid {pids}: end that first") from error
+        readers = lock.named_pids(lock.holders_of(path))
+        raise LockedError(f"{error}; it is being read by {readers}: end that first") from error
 
 
 def manifests(store: Path) -> list[Path]:

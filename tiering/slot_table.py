@@ -246,4 +246,4 @@ class SlotTable:
 
     def _readers(self) -> str:
         pids = sorted({pid for path in self._held for pid in lock.holders_of(path)})
-        return f"pid {', '.join(map(str, pids))}" if pids else "an unknown process"
+        return lock.named_pids(pids)

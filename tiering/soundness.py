@@ -19,10 +19,14 @@ Faults = list[CorruptionError]
 
 
 def store_faults(store: Path, root: Root) -> Sequence[CorruptionError]:
-    """Return what is not as it was written, though ``root`` could be read."""
+    """Return what is not as it was written, though ``root`` could be read.
+
+    A commit may replace the root meanwhile.
+    """
     faults: Faults = []
     with _kept(faults):
-        _require(store / ROOT, root.encode())
+        found = read_small(store / ROOT)
+        _require_equal(store / ROOT, found, Root.decode(found, store / ROOT).encode())
     with _kept(faults):
         _require(store / "slots" / "zarr.json", group_document())
     for number, share in root.drives.items():
@@ -54,6 +58,10 @@ def _require(path: Path, expected: bytes, *, drive: int | None = None) -> None:
         found = read_small(path)
     except FileNotFoundError as error:
         raise CorruptionError(f"{path}: missing", file=path, drive=drive) from error
+    _require_equal(path, found, expected, drive)
+
+
+def _require_equal(path: Path, found: bytes, expected: bytes, drive: int | None = None) -> None:
     if found != expected:
         pairs = enumerate(zip(found, expected, strict=False))
         offset = next((i for i, (a, b) in pairs if a != b), min(len(found), len(expected)))
