@@ -72,6 +72,7 @@ def try_all(
         if any(state_of(file.path) != whole[file.path] for file in damage.files):
             sys.exit(f"{damage} was not undone")
         if number % _WHOLE_EVERY == 0:
+            print(f"{name}: {number} damages", file=sys.stderr, flush=True)
             require_whole(store)
     require_whole(store)
     print(f"{name}: {number + 1} damages", file=sys.stderr, flush=True)

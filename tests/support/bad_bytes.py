@@ -40,20 +40,25 @@ _SHARD_NBYTES = 32 << 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """How a store is made. ``encoded`` are the records that have the codec."""
+    """How a store is made: ``codecs`` are those of records by patterns of their names."""
 
-    layout: Layout = Layout.FP32
-    codec: str | None = None
-    encoded: tuple[str, ...] = ("*",)
+    layout: Layout
+    codecs: Mapping[str, Sequence[str]]
 
 
 KINDS: Mapping[str, Kind] = {
-    "fp32, raw": Kind(),
-    "fp32, raw and blosc-zstd-shuffle": Kind(
-        codec="blosc-zstd-shuffle", encoded=("*.exp_avg*", "layer.001.*", "carried.*")
+    "fp32; raw, blosc-zstd-shuffle": Kind(
+        layout=Layout.FP32,
+        codecs={"blosc-zstd-shuffle": ("*.exp_avg*", "layer.001.*", "carried.*")},
     ),
-    "float32, zstd": Kind(layout=Layout.FLOAT32, codec="zstd"),
-    "fp32, none": Kind(codec="none", encoded=("*.weights", "outer_in.*")),
+    "float32; none, zstd, blosc-lz4-bitshuffle": Kind(
+        layout=Layout.FLOAT32,
+        codecs={
+            "none": ("*.master", "carried.*"),
+            "zstd": ("*.exp_avg",),
+            "blosc-lz4-bitshuffle": ("*.exp_avg_sq",),
+        },
+    ),
 }
 
 
@@ -74,8 +79,8 @@ def make_trained(folder: Path, kind: Kind, *, drives: int = 3) -> Trained:
     store, model = folder / "store", _model(folder / "model")
     convert(model, store, drives=folders, layout=kind.layout)
     recode(store, Cut(shard_nbytes=_SHARD_NBYTES))
-    if kind.codec is not None:
-        recode(store, Cut(codec=kind.codec, records=_present(store, kind.encoded)))
+    for codec, patterns in kind.codecs.items():
+        recode(store, Cut(codec=codec, records=tuple(patterns)))
     roots: list[bytes] = []
     config = run_config(
         store,
@@ -97,10 +102,6 @@ def _model(folder: Path) -> Path:
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.rand(4)
     save_file(tensors, file, metadata={"format": "pt"})
     return folder
-
-
-def _present(store: Path, patterns: Sequence[str]) -> tuple[str, ...]:
-    return tuple(patterns) if store.is_dir() else ()
 
 
 # -- damage ----------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ def trained() -> Iterator[Trained]:
     """A store with raw and encoded shards on three drives, and tied embeddings."""
     with small_chunks(), memory_folder() as folder:
         folder.chmod(0o755)  # for whoever may not read the files
-        yield make_trained(folder, KINDS["fp32, raw and blosc-zstd-shuffle"])
+        yield make_trained(folder, KINDS["fp32; raw, blosc-zstd-shuffle"])
 
 
 @pytest.fixture
