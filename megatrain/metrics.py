@@ -29,12 +29,8 @@ class MetricsLog:
         With ``durable`` this row, and those before it, outlive a power cut from here on.
         """
         line = json.dumps({key: _finite(value) for key, value in row.items()}, allow_nan=False)
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
-        except OSError as error:
-            raise StorageError("write", self.path, errno=error.errno or 0) from error
+        fsops.make_dirs(self.path.parent)
+        fsops.append(self.path, line.encode() + b"\n")
         if durable:
             self.sync()
 

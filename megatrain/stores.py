@@ -157,7 +157,7 @@ def write_run_file(config: RunConfig) -> None:
 
 
 def _write(folder: Path, name: str, text: str) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
+    fsops.make_dirs(folder)
     fresh = folder / f"{name}.new"
     fsops.unlink(fresh, missing_ok=True)
     fsops.write_file(fresh, text.encode())
@@ -245,15 +245,14 @@ def _begun(config: RunConfig, target: Path) -> Iterator[None]:
 @contextmanager
 def _folder(path: Path) -> Iterator[None]:
     """Make a folder and its parents; an exception removes those that were made."""
-    made = [folder for folder in (path, *path.parents) if not folder.exists()]
-    path.mkdir(parents=True, exist_ok=True)
+    made = fsops.make_dirs(path)
     try:
         yield
     except BaseException:
-        for folder in made:
+        for folder in reversed(made):
             if any(folder.iterdir()):
                 break
-            folder.rmdir()
+            fsops.remove_dir(folder)
         raise
 
 

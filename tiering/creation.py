@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tiering import bandwidth, fsops
 from tiering.bandwidth import Measure, with_shares
-from tiering.drives import Drive, create_drive, is_ours, plan_drives
+from tiering.drives import Drive, create_drive, is_ours, plan_drives, settle_removal
 from tiering.errors import RefusedError, StorageError
 from tiering.generations import MARKER, ROOT
 from tiering.lock import StoreLock
@@ -61,6 +61,7 @@ def create_store(
     if made:
         fsops.make_dir(store)
     with _locked(store, made) as store_lock:
+        _require_fresh(store)  # again: another creation may have ended meanwhile
         _clear_remains(store)
         writer = None
         try:
@@ -76,7 +77,7 @@ def _locked(store: Path, made: bool) -> StoreLock:
     try:
         return StoreLock(store / "LOCK")
     except StorageError:
-        if made:
+        if made and {entry.name for entry in store.iterdir()} <= {"LOCK"}:
             fsops.remove_tree(store)
         raise
 
@@ -166,6 +167,8 @@ def _dismantle(store: Path, uuid: str, folders: Sequence[Path]) -> None:
     for number, folder in enumerate(folders):
         if is_ours(store, uuid, number, folder):
             _remove_drive(folder)
+        else:
+            settle_removal(folder)
     for name in _PARTS:
         fsops.remove_tree(store / name)
     fsops.fsync_dir(store)  # the marker goes last, or a power cut leaves parts without it

@@ -167,8 +167,16 @@ def drop_drive(store: Path, uuid: str, drive: Drive) -> None:
         else:
             fsops.remove_dir(drive.folder)
             fsops.fsync_dir(drive.folder.parent)
+    else:
+        settle_removal(drive.folder)
     fsops.unlink(link_of(store, drive.number))
     fsops.fsync_dir(store / "drives")
+
+
+def settle_removal(folder: Path) -> None:
+    """Make durable that a folder is gone, if it is: a kill may have come before that was."""
+    if not folder.exists() and folder.parent.is_dir():
+        fsops.fsync_dir(folder.parent)
 
 
 def is_ours(store: Path, uuid: str, number: int, folder: Path) -> bool:
@@ -220,12 +228,14 @@ def _open_drive(store: Path, uuid: str, number: int, share: float) -> Drive:
             f"drive {number}: {link} is no link: {error.strerror}", file=link, drive=number
         ) from error
     if not drive.folder.is_dir():
-        raise _lost(store, drive, "is missing")
+        raise _lost(store, drive, "is missing", link)
     try:
         found = read_label(drive.folder)
     except FileNotFoundError as error:
         state = f"has no {LABEL}" if any(drive.folder.iterdir()) else "is empty"
-        raise _lost(store, drive, state) from error
+        raise _lost(store, drive, state, drive.label) from error
+    except CorruptionError as error:
+        raise CorruptionError(str(error), file=error.file, drive=number) from error
     if found != (uuid, number):
         raise CorruptionError(
             f"{drive.label}: belongs to drive {found[1]} of store {found[0]}, expected "
@@ -242,7 +252,7 @@ def _linked_drive(link: Path, number: int, share: float) -> Drive:
     return Drive(number=number, folder=folder, link=target, share=share)
 
 
-def _lost(store: Path, drive: Drive, state: str) -> CorruptionError:
+def _lost(store: Path, drive: Drive, state: str, file: Path) -> CorruptionError:
     names = _records_on(store, drive.number)
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     listed = f" ({', '.join(names[:_NAMED])}{more})" if names else ""
@@ -250,7 +260,7 @@ def _lost(store: Path, drive: Drive, state: str) -> CorruptionError:
         f"drive {drive.number}: folder {drive.folder} {state}; is its file system mounted? "
         f"{len(names)} records need it{listed}. The link is {link_of(store, drive.number)}; "
         f"if the folder was moved: megatrain-ckpt attach {store} --drive FOLDER",
-        file=link_of(store, drive.number),
+        file=file,
         drive=drive.number,
     )
 

@@ -34,7 +34,7 @@ class Operation:
         path: The file, folder or link that it acts on; the new name of a rename.
         offset: Where ``data`` is written.
         nbytes: The length that a file gets, or how much of it is reserved.
-        source: The old name of a rename, or what a link says.
+        source: The old name of a rename, the other one of an exchange, or what a link says.
     """
 
     action: str
@@ -144,6 +144,20 @@ def make_dir(path: Path) -> None:
         path.mkdir()
 
 
+def make_dirs(path: Path) -> list[Path]:
+    """Create a folder and what is missing above it, and return those; their names are durable.
+
+    A name that somebody else creates meanwhile will do.
+    """
+    missing = [folder for folder in (path, *path.parents) if not folder.is_dir()][::-1]
+    for folder in missing:
+        with _step("create folder", folder):
+            folder.mkdir(exist_ok=True)
+    for folder in missing:
+        fsync_dir(folder.parent)
+    return missing
+
+
 def write_file(path: Path, data: bytes) -> None:
     """Create ``path`` with exactly ``data``, durable once its folder is synced."""
     with _descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, "create") as fd:
@@ -207,6 +221,44 @@ def _span(action: str, path: Path, offset: int, wanted: int) -> Iterator[_Span]:
         ) from error
 
 
+class NewFile:
+    """A file that is created here and written from its start; its owner closes it.
+
+    Its bytes are durable after a sync of the file or its drive, its name after one of its folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.nbytes = 0
+        with _step("create", path):
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+    def append(self, *parts: Buffer) -> None:
+        """Write ``parts`` one after another behind what was appended before."""
+        views = [memoryview(part).cast("B") for part in parts]
+        wanted = sum(map(len, views))
+        start, path = self.nbytes, self.path
+        with (
+            _step("write", path, offset=start, data=views),
+            _span("write", path, start, wanted) as span,
+        ):
+            while span.moved < wanted:
+                moved = os.pwritev(self._fd, views, self.nbytes)
+                span.add(moved)
+                self.nbytes += moved
+                while views and moved >= len(views[0]):
+                    moved -= len(views.pop(0))
+                if views:
+                    views[0] = views[0][moved:]
+
+    def close(self) -> None:
+        """Close it, if it is open."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with _step("close", self.path):
+                os.close(fd)
+
+
 class Replacement:
     """A file that takes the place of ``path`` when it is finished; until then nothing of it shows.
 
@@ -217,48 +269,31 @@ class Replacement:
 
     def __init__(self, path: Path) -> None:
         self._target = Path(os.path.realpath(path))
-        self._temporary = self._target.with_name(self._target.name + UNFINISHED)
-        unlink(self._temporary, missing_ok=True)
-        with _step("create", self._temporary):
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            self._fd = os.open(self._temporary, flags, 0o666)
-        self._nbytes = 0
+        temporary = self._target.with_name(self._target.name + UNFINISHED)
+        unlink(temporary, missing_ok=True)
+        self._file = NewFile(temporary)
 
     def append(self, *parts: Buffer) -> None:
         """Write ``parts`` one after another behind what was appended before."""
-        views = [memoryview(part).cast("B") for part in parts]
-        wanted = sum(map(len, views))
-        start, path = self._nbytes, self._temporary
-        with (
-            _step("write", path, offset=start, data=views),
-            _span("write", path, start, wanted) as span,
-        ):
-            while span.moved < wanted:
-                moved = os.pwritev(self._fd, views, self._nbytes)
-                span.add(moved)
-                self._nbytes += moved
-                while views and moved >= len(views[0]):
-                    moved -= len(views.pop(0))
-                if views:
-                    views[0] = views[0][moved:]
+        self._file.append(*parts)
 
     def finish(self) -> None:
         """Close the file and give it its name, in one step."""
-        self._close()  # before the name: network file systems report failed writes here
-        replace(self._temporary, self._target)
+        self._file.close()  # before the name: network file systems report failed writes here
+        replace(self._file.path, self._target)
 
     def discard(self) -> None:
         """Close and remove a file that was not finished."""
         try:
-            self._close()
+            self._file.close()
         finally:
-            unlink(self._temporary, missing_ok=True)
+            unlink(self._file.path, missing_ok=True)
 
-    def _close(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            with _step("close", self._temporary):
-                os.close(fd)
+
+def append(path: Path, data: bytes) -> None:
+    """Write ``data`` behind what ``path`` holds, which is created if need be; not durable."""
+    with _descriptor(path, os.O_WRONLY | os.O_CREAT) as fd:
+        _write_all(fd, path, data, offset=os.fstat(fd).st_size)
 
 
 def rewrite_in_place(fd: int, path: Path, data: bytes) -> None:
@@ -289,14 +324,17 @@ def exchange(one: Path, other: Path) -> bool:
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "renameat2"):
         return False
-    with _step("exchange", other):
-        names = (_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other))
-        if libc.renameat2(*names, _RENAME_EXCHANGE) == 0:
-            return True
-        code = ctypes.get_errno()
-        if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+    names = (_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other))
+    try:
+        with _step("exchange", other, source=str(one)):
+            if libc.renameat2(*names, _RENAME_EXCHANGE) != 0:
+                code = ctypes.get_errno()
+                raise OSError(code, os.strerror(code))
+    except StorageError as error:
+        if error.errno in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
             return False
-        raise OSError(code, os.strerror(code))
+        raise
+    return True
 
 
 def symlink(target: str, path: Path) -> None:

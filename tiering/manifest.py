@@ -118,7 +118,7 @@ class Root:
         pointer = attributes[ATTRIBUTE]
         fields = Fields(pointer, source, f"attributes.{ATTRIBUTE}")
         try:
-            _check_format(fields)
+            fields.check_format(FORMAT)
         except RefusedError as error:  # the check is the same in every format
             if pointer.get("check") == check_of(pointer):
                 raise
@@ -272,7 +272,7 @@ class Manifest:
     def decode(cls, data: bytes, source: Path) -> Manifest:
         """Return the manifest that ``data``, the content of ``source``, encodes."""
         fields = Fields(parse(data, source), source, "")
-        _check_format(fields)
+        fields.check_format(FORMAT)
         manifest = cls(
             uuid=fields.pattern("uuid", _UUID),
             generation=fields.integer("generation", 1),
@@ -399,12 +399,3 @@ def decode_table(data: bytes, manifest: Manifest, source: Path) -> Table:
     if len(data) != expected:
         raise CorruptionError(f"{source}: {len(data)} B, expected {expected} B", file=source)
     return np.frombuffer(data, "<u4").astype(np.uint32)
-
-
-def _check_format(fields: Fields) -> None:
-    number = fields.integer("format", 1)
-    if number > FORMAT:
-        raise RefusedError(
-            f"{fields.source}: written in format {number}, this program reads up to format "
-            f"{FORMAT}; use a newer version"
-        )

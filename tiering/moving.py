@@ -88,19 +88,21 @@ def move_store(
     """
     store = Path(os.path.abspath(path))
     read_root(store)  # before the lock: nothing is created in a folder that is no store
-    with StoreLock(store / "LOCK"), _opened(store) as mover:
+    with StoreLock(store / "LOCK") as store_lock, _opened(store, store_lock) as mover:
         mover.clear_remains()
         return mover.run(folders, measure, on_progress or (lambda _done, _total: None))
 
 
 @contextmanager
-def _opened(store: Path) -> Iterator[_Mover]:
+def _opened(store: Path, store_lock: StoreLock) -> Iterator[_Mover]:
     """Lend the store after the checks of any opening; readers are kept out meanwhile."""
     fsops.fsync_file(store / ROOT)  # a visible name is not yet durable
     fsops.fsync_dir(store)
     root = read_root(store)
     drives = open_drives(store, root.uuid, root.drives)
     claim_drives(store, root.uuid, drives)
+    for drive in drives:
+        store_lock.own(drive.label)
     listed = [_whole(store, root, generation, drives) for generation in root.generations]
     with _claimed(store, root):
         slots = [_slot_of(generation) for generation in listed]
@@ -140,8 +142,8 @@ def _claimed(store: Path, root: Root) -> Iterator[None]:
 def _refuse_readers(store: Path, manifests: Collection[Path]) -> None:
     if manifests:
         pids = sorted({pid for path in manifests for pid in lock.holders_of(path)})
-        names = ", ".join(map(str, pids)) or "unknown"
-        raise LockedError(f"{store} is being read by pid {names}; move it when they have ended")
+        names = lock.named_pids(pids)
+        raise LockedError(f"{store} is being read by {names}; move it when they have ended")
 
 
 def _slot_of(found: OpenGeneration) -> SlotFiles:

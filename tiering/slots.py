@@ -20,10 +20,10 @@ from tiering.zarr_documents import array_document, group_document, new_shard
 SHARED = "shared"
 
 Places = Mapping[str, tuple[int, ...]]  # record name -> drive number of each shard
-OnFault = Callable[[CorruptionError], None]
+OnFault = Callable[[CorruptionError | StorageError], None]
 
 
-def refuse(fault: CorruptionError) -> None:
+def refuse(fault: CorruptionError | StorageError) -> None:
     """Raise the first fault that is found."""
     raise fault
 
@@ -109,6 +109,22 @@ def finish_slot(store: Path, slot: int, *, documents: Mapping[str, bytes]) -> No
     fsops.fsync_dir(folder)
 
 
+def settle_slot(store: Path, slot: int) -> None:
+    """Make durable that a visible slot is complete: a kill may have come before that was."""
+    folder = slot_folder(store, slot)
+    fsops.fsync_file(folder / "zarr.json")
+    fsops.fsync_dir(folder)
+
+
+def is_present(record: Record, *, drives: Sequence[Drive], places: Places) -> bool:
+    """Whether another slot has given a shared record all its files already."""
+    by_number = {drive.number: drive for drive in drives}
+    return record.shared and all(
+        (by_number[number].folder / file_name(0, record, shard)).exists()
+        for shard, number in enumerate(places[record.name])
+    )
+
+
 def _create_shard(path: Path, record: Record, shard: int) -> None:
     if not (record.shared and path.exists()):
         fsops.create_sparse(path, *new_shard(record, shard))
@@ -116,15 +132,16 @@ def _create_shard(path: Path, record: Record, shard: int) -> None:
 
 def delete_slot(store: Path, slot: int, *, drives: Sequence[Drive]) -> None:
     """Remove every file of ``slot``, finished or not; shared ones only if no other links to it."""
-    group = slot_folder(store, slot) / "zarr.json"
-    if group.exists():
-        # First and durably: what a power cut brings back of the rest must not pass for complete.
-        fsops.unlink(group)
-        fsops.fsync_dir(group.parent)
+    folder = slot_folder(store, slot)
+    if folder.is_dir():
+        # First and durably, also if a kill did the first: what a power cut brings back of the rest
+        # must not pass for complete.
+        fsops.unlink(folder / "zarr.json", missing_ok=True)
+        fsops.fsync_dir(folder)
     for drive in drives:
         for path in sorted(drive.folder.glob(f"{slot}.*")):
             fsops.unlink(path)
-    fsops.remove_tree(slot_folder(store, slot))
+    fsops.remove_tree(folder)
     shared = [(d.number, path) for d in drives for path in sorted(d.folder.glob(f"{SHARED}*"))]
     linked = _link_targets(store) if shared else frozenset()
     for number, path in shared:
@@ -165,6 +182,9 @@ def read_metadata(
             found[name] = _read_checked(folder / name, expected, name.rpartition("/")[0])
         except CorruptionError as fault:
             on_fault(fault)
+        except StorageError as error:
+            error.record = name.rpartition("/")[0]
+            on_fault(error)
     return found
 
 
@@ -208,6 +228,9 @@ def locate(
                 shards.append(_locate_shard(store, slot, record, number, drives, wanted))
             except CorruptionError as fault:
                 on_fault(fault)
+            except StorageError as error:
+                error.record = record.name
+                on_fault(error)
         if len(shards) == record.geometry.shard_count:
             found[record.name] = tuple(shards)
     return found
@@ -234,7 +257,14 @@ def _locate_shard(
             file=link,
             record=record.name,
         )
-    fault = _wrong_length(drive, drive.folder / name, link, nbytes)
+    elsewhere = _elsewhere(drive, name, drives)
+    if elsewhere is not None:
+        raise CorruptionError(
+            f"{link}: links to drive {drive.number}, but the shard is {elsewhere}",
+            file=link,
+            record=record.name,
+        )
+    fault = _wrong_length(drive.folder / name, link, nbytes)
     if fault:
         raise CorruptionError(
             f"drive {drive.number}: shard {drive.folder / name} {fault}",
@@ -245,7 +275,15 @@ def _locate_shard(
     return Shard(drive=drive.number, path=drive.folder / name)
 
 
-def _wrong_length(drive: Drive, path: Path, link: Path, expected: int | None) -> str:
+def _elsewhere(drive: Drive, name: str, drives: Sequence[Drive]) -> Path | None:
+    """Return where a shard is that is not on the drive which its link names."""
+    if os.path.lexists(drive.folder / name):
+        return None
+    paths = (other.folder / name for other in drives if other != drive)
+    return next((path for path in paths if os.path.lexists(path)), None)
+
+
+def _wrong_length(path: Path, link: Path, expected: int | None) -> str:
     """Return what is wrong with a shard's file, short of its content."""
     try:
         status = path.lstat()

@@ -43,6 +43,7 @@ class StoreWriter(OpenStore):
             first commit.
         working: The slot that is being filled, None between a commit and ``begin``.
         damaged: What is wrong with other listed generations; the next commit drops them.
+        present: The records that need not be written after ``recast``: others use their files.
     """
 
     def __init__(
@@ -67,13 +68,14 @@ class StoreWriter(OpenStore):
         self._slots = SlotTable(path, self._files, self.drives, form)
         self._lock = store_lock
         self._recasting = self._reserving = False
+        self.present: frozenset[str] = frozenset()
         self._written: dict[str, int] = {}
         self._written_guard = threading.Lock()
         self._failure: StorageError | None = None
         self._closed = False
         # Opened before anything is written: only then a sync reports every lost write to us.
         self._store_fd = (path, fsops.open_file(path, os.O_RDONLY | os.O_DIRECTORY))
-        self._drive_fds = [(d.folder, fsops.open_file(d.label, os.O_RDONLY)) for d in drives]
+        self._drive_fds = [(d.folder, store_lock.own(d.label)) for d in drives]
 
     def start(self, slots: int) -> None:
         """Give a store that was just made its ``slots`` slots; slot 0 is the working one."""
@@ -91,6 +93,10 @@ class StoreWriter(OpenStore):
         self._slots.update(root.generations)
         self._slots.find()
         fsops.unlink(self.path / MARKER, missing_ok=True)
+
+    def say_run(self, run_id: str) -> None:
+        """Name the run to whoever finds the store in use."""
+        self._lock.say(run_id)
 
     # -- what is committed ---------------------------------------------------------------------
 
@@ -217,7 +223,7 @@ class StoreWriter(OpenStore):
         return sum(allocated_nbytes(slot, drives=self.drives) for slot in slots)
 
     def recast(self, records: Sequence[Record], places: Places, *, wait_s: float = 3600.0) -> int:
-        """Make a slot for ``records`` the working slot and return it; all in it is zero.
+        """Make a slot for ``records`` the working slot and return it; all new in it is zero.
 
         They are those of the store, with other codecs or shards. From the next commit on every
         slot is cut like that; free slots of the old cut are removed, for the room.
@@ -229,6 +235,7 @@ class StoreWriter(OpenStore):
         )
         self._recasting = True
         self.drop_free_slots()
+        self.present = self._slots.present()
         self._slots.make(slot)
         self._finish([slot])
         self.working, self._written = slot, {}
@@ -305,7 +312,8 @@ class StoreWriter(OpenStore):
             raise ValueError(f"slot {slot} is not the working slot ({self.working})")
         for transfer in transfers:
             shared = self.records[transfer.name].shared
-            if shared and self.committed is not None and not self._recasting:
+            new = self._recasting and transfer.name not in self.present
+            if shared and self.committed is not None and not new:
                 raise ValueError(f"{transfer.name} is shared by all slots and never changes")
         with self._fatal():
             self._files.write_all(slot, transfers)
@@ -466,6 +474,5 @@ class StoreWriter(OpenStore):
             return
         self._closed = True
         super().close()
-        for _, fd in (self._store_fd, *self._drive_fds):
-            os.close(fd)
+        os.close(self._store_fd[1])
         self._lock.close()

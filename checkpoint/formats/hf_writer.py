@@ -7,7 +7,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -17,7 +17,6 @@ from tiering import fsops
 from tiering.errors import CapacityError, RefusedError, StorageError
 
 METADATA = {"format": "pt"}
-BUFFER_NBYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,20 +125,32 @@ def _write_shard(path: Path, shard: OutputShard, content: Content) -> None:
             f"{path.name}: {len(shard.tensors)} tensors need a header of {len(header)} B, "
             f"readers allow {MAX_HEADER_NBYTES} B; lower --max-shard-size"
         )
-    try:
-        with path.open("xb", buffering=BUFFER_NBYTES) as file:
-            file.write(header)
+    with closing(fsops.NewFile(path)) as file:
+        try:
+            file.append(header)
             for tensor in shard.tensors:
-                moved = sum(file.write(piece) for piece in content(tensor))
-                if moved != tensor.nbytes:
-                    raise StorageError("write", path, wanted=tensor.nbytes, moved=moved)
-    except OSError as error:
-        wanted = len(header) + shard.nbytes
-        moved = path.stat().st_size if path.exists() else 0
-        raise StorageError(
-            "write", path, errno=error.errno or 0, offset=moved, wanted=wanted, moved=moved
-        ) from error
+                _append(file, tensor, content(tensor))
+        except StorageError as error:
+            if error.path != path:  # what was to be written could not be read
+                raise
+            raise StorageError(
+                "write",
+                path,
+                errno=error.errno,
+                offset=file.nbytes,
+                wanted=len(header) + shard.nbytes,
+                moved=file.nbytes,
+            ) from error
     fsops.fsync_file(path)
+
+
+def _append(file: fsops.NewFile, tensor: OutputTensor, pieces: Iterable[memoryview]) -> None:
+    start = file.nbytes
+    for piece in pieces:
+        file.append(piece)
+    if file.nbytes - start != tensor.nbytes:
+        moved = file.nbytes - start
+        raise StorageError("write", file.path, wanted=tensor.nbytes, moved=moved)
 
 
 @contextmanager
@@ -154,10 +165,7 @@ def new_folder(out: Path, *, overwrite: bool, nbytes: int) -> Iterator[Path]:
     """
     out = Path(os.path.abspath(out))  # resolve() would write through a link at ``out``
     _check_target(out, overwrite=overwrite)
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StorageError("create folder", out.parent, errno=error.errno or 0) from error
+    fsops.make_dirs(out.parent)
     if (free := shutil.disk_usage(out.parent).free) < nbytes:
         raise CapacityError(f"{out.parent}: need {nbytes} B, {free} B free")
     temporary = out.parent / f".{out.name}.partial-{secrets.token_hex(4)}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import signal
@@ -50,9 +49,9 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def test_a_run_resumed_at_step_200_equals_the_uninterrupted_one(tmp_path, inputs):
-    whole = run_config(*inputs, tmp_path / "whole", train__steps=203, store__commit_every=50)
-    train(whole)
-    halves = run_config(*inputs, tmp_path / "halves", train__steps=203, store__commit_every=50)
+    settings = {"train__steps": 203, "train__accumulate": 1, "store__commit_every": 50}
+    train(run_config(*inputs, tmp_path / "whole", **settings))
+    halves = run_config(*inputs, tmp_path / "halves", **settings)
     stop = Stop()
 
     def at_200(row: Any) -> None:
@@ -70,46 +69,6 @@ def test_a_run_resumed_at_step_200_equals_the_uninterrupted_one(tmp_path, inputs
         == []
     )
     assert numbers(tmp_path / "whole") == numbers(tmp_path / "halves")
-
-
-def test_masters_come_back_from_the_store_and_never_from_bf16(tmp_path, inputs):
-    whole = run_config(*inputs, tmp_path / "whole", train__steps=6, train__dtype="bfloat16")
-    train(whole)
-    halves = run_config(*inputs, tmp_path / "halves", train__steps=6, train__dtype="bfloat16")
-    stop = Stop()
-    run.train(halves, Quiet(lambda row: row["step"] == 3 and stop.request()), stop)
-    run.resume(tmp_path / "halves", (), Quiet(), Stop())
-    assert (
-        differing(
-            read_state(tmp_path / "whole" / "store"), read_state(tmp_path / "halves" / "store")
-        )
-        == []
-    )
-
-
-@pytest.mark.parametrize("stops", [[21], [16], [7, 30]], ids=str)
-def test_every_sample_is_seen_once_an_epoch_wherever_a_run_stops(tmp_path, inputs, stops):
-    data = tmp_path / "rows.jsonl"
-    rows = ({"input_ids": [3 + i % 90, 4, 5], "labels": [3 + i % 90, 4, 5]} for i in range(64))
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = run_config(inputs[0], data, tmp_path / "run", train__steps=48)
-    left = list(stops)
-    stop = Stop()
-
-    def ask(row: Any) -> None:
-        if left and row["step"] == left[0]:
-            left.pop(0)
-            stop.request()
-
-    run.train(config, Quiet(ask), stop)
-    while left:
-        stop = Stop()
-        run.resume(tmp_path / "run", (), Quiet(ask), stop)
-    run.resume(tmp_path / "run", (), Quiet(), Stop())
-    train(run_config(inputs[0], data, tmp_path / "whole", train__steps=48))
-    assert numbers(tmp_path / "run") == numbers(tmp_path / "whole")
-    cursors = [row["cursor"] for row in numbers(tmp_path / "run")]
-    assert cursors == [4 * (i + 1) for i in range(48)]
 
 
 def test_a_run_killed_before_its_first_commit_is_begun_again(tmp_path, inputs):

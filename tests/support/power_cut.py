@@ -7,6 +7,7 @@ else may be lost, in any combination. Each mount below the folder is a file syst
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import sys
@@ -240,6 +241,9 @@ class History:
                     self._change(step, offset=operation.offset, data=operation.data)
             case "truncate":
                 self._change(step, nbytes=operation.nbytes)
+            case "exchange":
+                if step.end < NEVER:  # else there is none on this file system
+                    self._exchange(step)
             case "reserve":  # what has blocks only reads as before: zeros
                 pass
             case "fsync":
@@ -296,6 +300,14 @@ class History:
         installed = self._add(step, folder=new, names={final: node})
         self._add(step, folder=old, names={name: None}, needs=installed, text=f"{step}, old name")
 
+    def _exchange(self, step: Step) -> None:
+        (folder, name), (other, final) = map(
+            self._place, (Path(step.operation.source), step.operation.path)
+        )
+        assert folder == other, "no rule for the names of two folders"
+        nodes = {name: self._visible[folder, final], final: self._visible[folder, name]}
+        self._add(step, folder=folder, names=nodes)
+
     def _change(self, step: Step, **change: Any) -> None:
         self._add(step, node=self._node(step.operation.path), **change)
 
@@ -349,6 +361,19 @@ class History:
         times = {0, *(effect.begin for effect in self.effects)}
         times |= {sync.step.end for sync in self.syncs if sync.step.end < NEVER}
         return sorted(times | {mark.time for mark in self.marks})
+
+    def last_points(self) -> list[int]:
+        """Return the points after which less may be lost, or other things are right.
+
+        What a power cut may leave at the points before it may leave there as well.
+        """
+        ends = {sync.step.end for sync in self.syncs} | {mark.time for mark in self.marks}
+        points = self.points()
+        return [
+            time
+            for time, then in itertools.pairwise([*points, NEVER])
+            if then in ends or then == NEVER
+        ]
 
     def allowed(self, time: int) -> Any:
         """Return what was said that a power cut may leave at ``time``."""

@@ -13,7 +13,7 @@ from typing import Any
 from tests.support.power_cut import Effect, History, Part, Tree, materialise
 
 SECTOR, PAGE = 512, 4096
-_IN_SLOT = re.compile(r"/slots/\d+/|/(\d+|shared[^/.]*)\.[^/]*$")
+_ONE_OF_MANY = re.compile(r"\d+|\b[a-z]\b|[0-9a-f]{8,}")
 
 Choice = tuple[bool | Part, ...]  # for each effect that may be lost: lost, there, or in part
 Check = Callable[[Any], None]  # gets what is allowed; raises if the files are anything else
@@ -29,24 +29,28 @@ class Bounds:
             the newest and a draw of the others.
         random_subsets: How many more are drawn, with effects in part among them.
         parts_alone: Whether an effect in part is also tried with all others lost.
-        stride: Of the points where a slot or its shards are filled or removed, which are many
-            and alike, every so many are taken.
-        points: Which part of the points is drawn.
-        drawn: Which part of the images is drawn, besides those with all or nothing lost.
+        after_each: Whether there is a point after every effect, or only before what makes some
+            durable, where all of them may still be lost.
+        kinds: Whether of effects that are alike, as those that fill a slot, only one is taken.
     """
 
-    every_subset_of: int = 3
-    each: int = 4
-    random_subsets: int = 1
-    parts_alone: bool = False
-    stride: int = 8
-    points: float = 1.0
-    drawn: float = 1.0
+    every_subset_of: int = 7
+    each: int = 1000
+    random_subsets: int = 24
+    parts_alone: bool = True
+    after_each: bool = True
+    kinds: bool = False
 
 
-QUICK = Bounds()
-CAREFUL = Bounds(every_subset_of=5, each=16, random_subsets=8, stride=3)
-THOROUGH = Bounds(every_subset_of=7, each=1000, random_subsets=24, parts_alone=True, stride=1)
+THOROUGH = Bounds()
+QUICK = Bounds(
+    every_subset_of=1,
+    each=12,
+    random_subsets=0,
+    parts_alone=False,
+    after_each=False,
+    kinds=True,
+)
 
 
 class Violation(AssertionError):
@@ -94,8 +98,6 @@ class Search:
         chance = random.Random(self.seed)
         durable = history.durable_from()
         for time in self._points(history, since):
-            if chance.random() >= self.bounds.points:
-                continue
             self.count.points += 1
             begun = [
                 (effect, durable[number] <= time)
@@ -103,19 +105,14 @@ class Search:
                 if effect.begin <= time
             ]
             pending = [effect for effect, settled in begun if not settled]
-            for number, (text, choice) in enumerate(choices(pending, self.bounds, chance)):
-                if number < 2 or chance.random() < self.bounds.drawn:
-                    self.count.images += 1
-                    self._try(history, time, text, history.tree(_chosen(begun, choice)))
+            for text, choice in choices(pending, self.bounds, chance):
+                self.count.images += 1
+                self._try(history, time, text, history.tree(_chosen(begun, choice)))
         return self.count
 
     def _points(self, history: History, since: int) -> Iterator[int]:
-        skipped = 0
-        bulk = {effect.begin for effect in history.effects if _is_bulk(effect)}
-        for time in history.points():
-            skipped = (skipped + 1) % self.bounds.stride if time in bulk else 0
-            if time >= since and not skipped:
-                yield time
+        points = history.points() if self.bounds.after_each else history.last_points()
+        return (time for time in points if time >= since)
 
     def _try(self, history: History, time: int, text: str, tree: Tree) -> None:
         allowed = history.allowed(time)
@@ -132,11 +129,6 @@ class Search:
             if not self.collect:
                 raise found from error
             self.violations.append(found)
-
-
-def _is_bulk(effect: Effect) -> bool:
-    """Whether it is one of many that fill or remove a slot."""
-    return not effect.text.startswith("rename") and _IN_SLOT.search(str(effect.path)) is not None
 
 
 def _chosen(
@@ -168,27 +160,34 @@ def choices(
         for choice in itertools.product((False, True), repeat=n):
             yield _words(pending, choice), choice
     else:
-        yield from _systematic(pending, _some(n, bounds, chance))
-    yield from _in_part(pending, _some(n, bounds, chance), bounds)
+        yield from _systematic(pending, _some(pending, bounds, chance), bounds)
+    yield from _in_part(pending, _some(pending, bounds, chance), bounds)
     for _ in range(bounds.random_subsets if n > 1 else 0):
         drawn = tuple(_draw(effect, chance) for effect in pending)
         yield _words(pending, drawn), drawn
 
 
-def _some(n: int, bounds: Bounds, chance: random.Random) -> list[int]:
-    """Return the newest of ``n`` and a draw of the others."""
+def _some(pending: Sequence[Effect], bounds: Bounds, chance: random.Random) -> list[int]:
+    """Return which effects are tried: the newest of each kind, or of all, and others."""
+    if bounds.kinds:
+        kinds = {_ONE_OF_MANY.sub("#", e.text): number for number, e in enumerate(pending)}
+        return sorted(sorted(kinds.values())[-bounds.each :])
+    n = len(pending)
     newest = max(0, n - bounds.each // 2)
     others = chance.sample(range(newest), min(newest, bounds.each - (n - newest)))
     return sorted([*others, *range(newest, n)])
 
 
-def _systematic(pending: Sequence[Effect], some: Sequence[int]) -> Iterator[tuple[str, Choice]]:
+def _systematic(
+    pending: Sequence[Effect], some: Sequence[int], bounds: Bounds
+) -> Iterator[tuple[str, Choice]]:
     n = len(pending)
     for k in some:
         effect = pending[k]
         yield f"only {effect.text}", tuple(i == k for i in range(n))
         yield f"all but {effect.text}", tuple(i != k for i in range(n))
-        yield f"nothing after {effect.text}", tuple(i <= k for i in range(n))
+        if bounds.after_each:
+            yield f"nothing after {effect.text}", tuple(i <= k for i in range(n))
     names = tuple(effect.folder >= 0 for effect in pending)
     yield "names without bytes", names
     yield "bytes without names", tuple(not name for name in names)
