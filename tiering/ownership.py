@@ -136,6 +136,24 @@ def _require_own(store: Path, drive: Drive, *, adopt: bool) -> None:
         )
 
 
+def require_own_files(drives: Sequence[Drive]) -> None:
+    """Refuse files that have other names too: what is written in place would show there.
+
+    Raises:
+        RefusedError: One of the drives holds such a file.
+    """
+    for drive in drives:
+        with os.scandir(drive.folder) as entries:
+            for entry in entries:
+                names = entry.stat(follow_symlinks=False).st_nlink
+                if names > 1 and entry.is_file(follow_symlinks=False):
+                    raise RefusedError(
+                        f"{entry.path} has {names} names (cp -l, or a program that links equal "
+                        "files), and it is written in place: the others would change with it. "
+                        f"Replace {drive.folder} by a copy (cp -r --sparse=always)"
+                    )
+
+
 def _relabel(drive: Drive, label: bytes) -> None:
     if read_small(drive.label) == label:
         return

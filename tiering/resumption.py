@@ -14,7 +14,7 @@ from tiering.generations import ROOT, find_generation, going_back, named, read_r
 from tiering.lock import StoreLock
 from tiering.manifest import Generation, Root
 from tiering.opened import Examined, examine_generation
-from tiering.ownership import claim_drives
+from tiering.ownership import claim_drives, require_own_files
 from tiering.slot_table import Form
 from tiering.slots import places_of
 from tiering.writer import StoreWriter
@@ -106,6 +106,7 @@ def _open_locked(store: Path, choose: Choose, store_lock: StoreLock) -> StoreWri
     root = read_root(store)
     drives = open_drives(store, root.uuid, root.drives)
     claim_drives(store, root.uuid, drives)
+    require_own_files(drives)
     examined = {g.number: examine_generation(store, root, g, drives) for g in root.generations}
     chosen = choose(root, examined).number
     found = examined[chosen].whole

@@ -128,6 +128,20 @@ def test_a_copy_with_all_its_drives_copied_is_a_store_of_its_own(place: Path) ->
     assert verify(store, deep=True).ok
 
 
+def test_files_with_two_names_are_not_written_in_place(place: Path) -> None:
+    store = make_store(place / "store")
+    copy = shutil.copytree(store, place / "copy", symlinks=True, copy_function=os.link)
+    for linked in (store, copy):
+        with pytest.raises(RefusedError, match=r"shards/.* has 2 names \(cp -l, or a program"):
+            _go_on(linked, 2)
+    shutil.copytree(copy / "shards", place / "own")
+    shutil.rmtree(copy / "shards")
+    (place / "own").rename(copy / "shards")
+    _go_on(store, 2)
+    _go_on(copy, 3)
+    _assert_step(store, 2)
+
+
 def test_a_store_that_lies_in_one_folder_is_copied_and_moved_as_it_is(place: Path) -> None:
     store = make_store(place / "store")
     copy = _copy(store)
