@@ -47,6 +47,7 @@ def _kept(faults: Faults, drive: int | None = None) -> Iterator[None]:
     try:
         yield
     except CorruptionError as fault:
+        fault.drive = drive if fault.drive is None else fault.drive
         faults.append(fault)
     except StorageError as error:
         faults.append(CorruptionError(str(error), file=error.path, drive=drive))

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -107,17 +106,17 @@ def test_a_store_whose_lock_file_was_removed_is_refused_all_the_same(tmp_path: P
     open_writer(store).close()
 
 
-def test_a_copy_that_shares_the_drives_of_a_store_in_use_is_refused(tmp_path: Path) -> None:
+def test_the_drives_of_a_store_in_use_are_locked_too(tmp_path: Path) -> None:
     drives = [tmp_path / "one", tmp_path / "two"]
     for drive in drives:
         drive.mkdir()
     store = make_store(tmp_path / "store", drives=drives)
-    shutil.copytree(store, tmp_path / "copy", symlinks=True)
     with open_writer(store) as writer:
-        with pytest.raises(LockedError, match=rf"{drives[0]}.*a copy of the store"):
-            open_writer(tmp_path / "copy")
+        (store / "LOCK").unlink()
+        with pytest.raises(LockedError, match=rf"{drives[0]}.*somebody removed LOCK"):
+            open_writer(store)
         fill(writer, 2)
-    open_writer(tmp_path / "copy").close()
+    open_writer(store).close()
 
 
 def test_who_waited_for_a_lock_file_that_is_removed_does_not_lock_in_vain(
