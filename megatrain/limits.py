@@ -45,7 +45,9 @@ def measured(
     plan = replace(plan, footprint=_footprint(plan, config, Workspace(), stored))
     require_memory(plan, config, plan_of)  # before anything is taken to try the computation
     if config.memory.workspace == "auto":
-        found = workspace.measure(plan, schema, files, config, device, room=_room(plan))
+        found = workspace.measure(
+            plan, schema, files, config, device, drives=len(drives), room=_room(plan)
+        )
     else:
         found = Workspace(kept=config.memory.workspace)
     plan = replace(plan, footprint=_footprint(plan, config, found, stored))

@@ -107,29 +107,27 @@ class _Workers:
         self._name = name
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
+        self._asked = 0  # works that have not ended
         self._guard = threading.Lock()
 
     def put(self, work: Callable[[], None], times: int) -> None:
         """Have up to ``times`` threads do ``work``, which raises nothing, side by side."""
         times = min(times, self._most)
-        self._start(times)
-        for _ in range(times):
-            self._work.put(work)
-
-    def _start(self, count: int) -> None:
-        if len(self._threads) >= count:
-            return
         with self._guard:
-            for number in range(len(self._threads), count):
+            self._asked += times
+            for number in range(len(self._threads), min(self._most, self._asked)):
                 name = f"{self._name}_{number}"
                 thread = threading.Thread(target=self._run, name=name, daemon=True)
                 thread.start()
                 self._threads.append(thread)
+        for _ in range(times):
+            self._work.put(work)
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
             work()
-            del work  # it borrows a buffer
+            with self._guard:
+                self._asked -= 1
 
     def close(self) -> None:
         """Return when all that was put is done and the threads have ended."""
