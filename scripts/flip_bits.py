@@ -11,18 +11,21 @@ was, and after some the whole store. FOLDER should be in memory; all is removed 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
 import random
+import shutil
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 
 from tests.support.bad_bytes import (
     KINDS,
     STAGES,
     Damage,
-    Kind,
     any_flip,
     bits,
     flip,
@@ -34,6 +37,8 @@ from tests.support.bad_bytes import (
 from tests.support.byte_map import byte_map
 from tests.support.tiering_stores import small_chunks
 
+Counts = dict[str, Counter[str]]
+
 _COLUMNS = (*STAGES, "not found", "wrongly named")
 _WHOLE_EVERY = 25  # after so many the store is read again; after each, what was damaged
 
@@ -43,25 +48,30 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="where to work")
     parser.add_argument("--flips", type=int, default=500, help="of chance, in each kind of store")
     parser.add_argument("--kinds", nargs="*", default=list(KINDS), help="of stores")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    counts: dict[str, Counter[str]] = {}
+    counts: Counts = {}
     for name in options.kinds:
         with tempfile.TemporaryDirectory(dir=options.folder) as base, small_chunks():
             Path(base).chmod(0o755)  # for whoever may not read the files
-            try_all(name, KINDS[name], Path(base), options, counts)
+            store = make_trained(Path(base) / "made", KINDS[name]).store
+            with multiprocessing.get_context("fork").Pool(options.jobs) as pool:
+                jobs = [(name, store, Path(base) / str(n), n, options) for n in range(options.jobs)]
+                for part in pool.starmap(try_share, jobs):
+                    for title, row in part.items():
+                        counts.setdefault(title, Counter()).update(row)
     print_table(counts)
     sys.exit(any(row["not found"] or row["wrongly named"] for row in counts.values()))
 
 
-def try_all(
-    name: str, kind: Kind, base: Path, options: argparse.Namespace, counts: dict[str, Counter[str]]
-) -> None:
-    """Try everything on one kind of store, and count."""
-    store = make_trained(base, kind).store
-    rng = random.Random(options.seed)
+def try_share(name: str, made: Path, base: Path, job: int, options: argparse.Namespace) -> Counts:
+    """Try what falls to one job on a copy of its own, and count."""
+    counts: Counts = {}
+    store = copied(made, base)
     whole = {path: state_of(path) for path in byte_map(store)}
-    for number, damage in enumerate(every_damage(store, options.flips, rng)):
+    damages = every_damage(store, options.flips, random.Random(options.seed))
+    for number, damage in enumerate(islice(damages, job, None, options.jobs)):
         verdict = judge(store, damage)
         row = counts.setdefault(row_of(damage), Counter())
         row[verdict.stage or "not found"] += 1
@@ -70,12 +80,23 @@ def try_all(
             paths = [str(file.path.relative_to(base)) for file in damage.files]
             print(name, damage.what, paths, damage.offset, verdict, file=sys.stderr, flush=True)
         if any(state_of(file.path) != whole[file.path] for file in damage.files):
-            sys.exit(f"{damage} was not undone")
+            raise RuntimeError(f"{damage} was not undone")
         if number % _WHOLE_EVERY == 0:
-            print(f"{name}: {number} damages", file=sys.stderr, flush=True)
+            print(f"{name}, job {job}: {number} damages", file=sys.stderr, flush=True)
             require_whole(store)
     require_whole(store)
-    print(f"{name}: {number + 1} damages", file=sys.stderr, flush=True)
+    return counts
+
+
+def copied(store: Path, base: Path) -> Path:
+    """Return a copy of a store and of the drives beside it, which its links lead to."""
+    shutil.copytree(store.parent, base, symlinks=True)
+    copy = base / store.name
+    for link in sorted((copy / "drives").iterdir()):
+        target = base / link.readlink().relative_to(store.parent)
+        link.unlink()
+        link.symlink_to(target)
+    return copy
 
 
 def every_damage(store: Path, flips: int, rng: random.Random) -> Iterator[Damage]:
@@ -96,7 +117,7 @@ def state_of(path: Path) -> tuple[int, str, bytes]:
 def require_whole(store: Path) -> None:
     code, findings, said = verified(store, "--deep")
     if code:
-        sys.exit(f"{store} did not become whole again: {findings} {said}")
+        raise RuntimeError(f"{store} did not become whole again: {findings} {said}")
 
 
 def row_of(damage: Damage) -> str:
