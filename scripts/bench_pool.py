@@ -84,21 +84,22 @@ class FioFile:
         self.run("write", ("psync", "4M", 1))
 
     def best(self, kind: str) -> Fio:
-        """Return the fastest setting, the better of two runs of each."""
+        """Return the fastest setting by a quarter of the bytes, the better of two runs of each."""
         settings = [
             *product(("libaio", "io_uring"), ("1M", "2M", "4M", "8M"), (1, 4, 16)),
             *product(("psync",), ("1M", "4M", "8M"), (1,)),
         ]
-        return min(settings, key=lambda fio: min(self.run(kind, fio) for _ in range(2)))
+        nbytes = self.nbytes // 4
+        return min(settings, key=lambda fio: min(self.run(kind, fio, nbytes) for _ in range(2)))
 
-    def run(self, kind: str, fio: Fio) -> float:
-        """Return the seconds that fio says it moved the bytes in."""
+    def run(self, kind: str, fio: Fio, nbytes: int | None = None) -> float:
+        """Return the seconds that fio says it moved the bytes in, by default all."""
         engine, block, depth = fio
         command = [
             "fio",
             "--name=x",
             f"--filename={self.path}",
-            f"--size={self.nbytes}",
+            f"--size={nbytes or self.nbytes}",
             f"--rw={kind}",
             f"--ioengine={engine}",
             f"--bs={block}",
