@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import ast
 import collections
-import compileall
 import copy
 import json
 import os
