@@ -29,7 +29,8 @@ class MetricsLog:
         With ``durable`` this row, and those before it, outlive a power cut from here on.
         """
         line = json.dumps({key: _finite(value) for key, value in row.items()}, allow_nan=False)
-        fsops.make_dirs(self.path.parent)
+        if not self.path.parent.is_dir():
+            fsops.make_dirs(self.path.parent)
         fsops.append(self.path, line.encode() + b"\n")
         if durable:
             self.sync()

@@ -147,13 +147,15 @@ def make_dir(path: Path) -> None:
 def make_dirs(path: Path) -> list[Path]:
     """Create a folder and what is missing above it, and return those; their names are durable.
 
-    A name that somebody else creates meanwhile will do.
+    So is that of the lowest one that is there: a kill may have come before that was.
     """
     missing = [folder for folder in (path, *path.parents) if not folder.is_dir()][::-1]
+    lowest = missing[0].parent if missing else path
+    if os.access(lowest.parent, os.R_OK):
+        fsync_dir(lowest.parent)
     for folder in missing:
         with _step("create folder", folder):
-            folder.mkdir(exist_ok=True)
-    for folder in missing:
+            folder.mkdir(exist_ok=True)  # somebody else may be at it
         fsync_dir(folder.parent)
     return missing
 

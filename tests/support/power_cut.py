@@ -249,7 +249,8 @@ class History:
             case "fsync":
                 self.syncs.append(Sync(step=step, node=self._node(operation.path)))
             case "fsync folder":
-                self.syncs.append(Sync(step=step, folder=self._node(operation.path)))
+                if operation.path.is_relative_to(self.root):
+                    self.syncs.append(Sync(step=step, folder=self._node(operation.path)))
             case "sync":
                 self.syncs.append(Sync(step=step, device=step.device))
             case "open" | "close":

@@ -32,6 +32,7 @@ class Bounds:
         after_each: Whether there is a point after every effect, or only before what makes some
             durable, where all of them may still be lost.
         kinds: Whether of effects that are alike, as those that fill a slot, only one is taken.
+        drawn: Which part of the images is drawn, besides the telling ones.
     """
 
     every_subset_of: int = 7
@@ -40,6 +41,7 @@ class Bounds:
     parts_alone: bool = True
     after_each: bool = True
     kinds: bool = False
+    drawn: float = 1.0
 
 
 THOROUGH = Bounds()
@@ -50,6 +52,7 @@ QUICK = Bounds(
     parts_alone=False,
     after_each=False,
     kinds=True,
+    drawn=0.04,
 )
 
 
@@ -89,8 +92,11 @@ class Search:
     count: Count = field(default_factory=Count)
     _seen: set[Any] = field(default_factory=set)
 
-    def run(self, history: History, *, since: int = 0) -> Count:
+    def run(self, history: History, *, since: int = 0, killed: int = 0) -> Count:
         """Check every image of every point from ``since`` on.
+
+        With ``killed``, when the process was killed before this one, only those in which something
+        is lost of what was visible then.
 
         Raises:
             Violation: One of them is wrong.
@@ -105,7 +111,13 @@ class Search:
                 if effect.begin <= time
             ]
             pending = [effect for effect, settled in begun if not settled]
-            for text, choice in choices(pending, self.bounds, chance):
+            if killed:
+                found = choices_after_kill(pending, killed)
+            else:
+                found = choices(pending, self.bounds, chance)
+            for text, choice in found:
+                if not telling(text) and chance.random() >= self.bounds.drawn:
+                    continue
                 self.count.images += 1
                 self._try(history, time, text, history.tree(_chosen(begun, choice)))
         return self.count
@@ -165,6 +177,23 @@ def choices(
     for _ in range(bounds.random_subsets if n > 1 else 0):
         drawn = tuple(_draw(effect, chance) for effect in pending)
         yield _words(pending, drawn), drawn
+
+
+def choices_after_kill(pending: Sequence[Effect], killed: int) -> Iterator[tuple[str, Choice]]:
+    """Yield in which ways something is lost that was visible when a process was killed."""
+    old = tuple(effect.begin <= killed for effect in pending)
+    if any(old):
+        yield "all lost", (False,) * len(pending)
+        yield "all lost that was there before", tuple(not was for was in old)
+        for k, effect in enumerate(pending):
+            if old[k] and effect.names:
+                yield f"all lost but {effect.text}", tuple(i == k for i in range(len(pending)))
+                yield f"all but {effect.text}", tuple(i != k for i in range(len(pending)))
+
+
+def telling(text: str) -> bool:
+    """Whether only what is durable is there, or that and one change that hides or removes."""
+    return text.startswith(("all lost", "only rename", "only remove", "only exchange"))
 
 
 def _some(pending: Sequence[Effect], bounds: Bounds, chance: random.Random) -> list[int]:

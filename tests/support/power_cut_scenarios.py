@@ -76,10 +76,14 @@ class Scenario:
 
 @dataclass(slots=True, kw_only=True)
 class Workplace:
-    """A folder in memory with a place for a store, and file systems mounted in it for drives."""
+    """A folder in memory with a place for a store, and file systems mounted in it for drives.
+
+    What is in ``scratch`` is not recorded, and no power cut changes it.
+    """
 
     folder: Path
     drives: Mapping[str, Path]
+    scratch: Path
     store: Path = field(init=False)
 
     def __post_init__(self) -> None:
@@ -122,18 +126,19 @@ class Workplace:
         assert {path.name for path in (self.store / "manifests").iterdir()} == listed
         assert not (self.store / "CREATING").exists()
 
-    def assert_clean(self, names: str) -> None:
+    def assert_clean(self, names: str, store: Path | None = None) -> None:
         """Check that exactly these drives have a folder, and that every link has its file."""
         found = {name: list(drive.iterdir()) for name, drive in self.drives.items()}
         assert {name: len(inside) for name, inside in found.items() if inside} == dict.fromkeys(
             names, 1
         ), f"folders on drives: {found}"
-        linked = {link.resolve() for link in self.store.glob("slots/*/*/c/*")}
+        store = store or self.store
+        linked = {link.resolve() for link in store.glob("slots/*/*/c/*")}
         files = {
             path for inside in found.values() for folder in inside for path in folder.iterdir()
         }
         assert linked <= files
-        assert {link.resolve() for link in (self.store / "drives").iterdir()} == {
+        assert {link.resolve() for link in (store / "drives").iterdir()} == {
             folder for inside in found.values() for folder in inside
         }
 
@@ -296,23 +301,25 @@ class Workplace:
 
         return self._scenario(allowed(1), act)
 
-    def moving(self, begin: str = "pq", end: str = "qr") -> Scenario:
-        """Move a store with two generations and a free slot to other drives."""
-        self.make(begin, slots=3)
-        with open_writer(self.store) as writer:
-            fill(writer, 2, retain=2)
+    def moving(self, begin: str, end: str, *, generations: int = 1) -> Scenario:
+        """Move a store with a free slot to other drives."""
+        self.make(begin, slots=generations + 1)
+        steps = [*range(1, generations + 1)]
+        for step in steps[1:]:
+            with open_writer(self.store) as writer:
+                fill(writer, step, retain=generations)
 
         def move() -> None:
             folders = [self.drives[name] for name in end]
             move_store(self.store, folders, measure=equal_rates)
 
         def check(steps: Allowed) -> None:
-            assert self.assert_whole(steps) == [1, 2]
+            assert len(self.assert_whole(steps)) == generations
             move()
             self.assert_clean(end)
-            self.assert_goes_on(3)
+            self.assert_goes_on(generations + 1)
 
-        return self._scenario(allowed(2), lambda _: move(), check)
+        return self._scenario(allowed(generations), lambda _: move(), check)
 
     def attaching(self) -> Scenario:
         """Rename the folders of the drives and attach them."""
@@ -349,11 +356,16 @@ def assert_indexes(writer: StoreWriter) -> None:
 @contextmanager
 def workplace(drives: str = "pqr") -> Iterator[Workplace]:
     """Lend a place with these drives."""
-    with small_chunks(), memory_folder() as folder, ExitStack() as stack:
+    with (
+        small_chunks(),
+        memory_folder() as folder,
+        memory_folder() as scratch,
+        ExitStack() as stack,
+    ):
         mounts = {
             name: stack.enter_context(memory_mount(folder, "tmpfs", name=name)) for name in drives
         }
-        yield Workplace(folder=folder, drives=mounts)
+        yield Workplace(folder=folder, drives=mounts, scratch=scratch)
 
 
 SCENARIOS: Mapping[str, Callable[[Workplace], Scenario]] = {
@@ -368,6 +380,7 @@ SCENARIOS: Mapping[str, Callable[[Workplace], Scenario]] = {
     "creation given up": Workplace.creation_given_up,
     "recode": Workplace.recoding,
     "move": lambda place: place.moving("pq", "qr"),
+    "move, two retained": lambda place: place.moving("pq", "qr", generations=2),
     "move out of the store": lambda place: place.moving("", "pq"),
     "move together": lambda place: place.moving("pqr", "r"),
     "attach": Workplace.attaching,
