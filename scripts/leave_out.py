@@ -16,6 +16,7 @@ import argparse
 import ast
 import collections
 import copy
+import itertools
 import json
 import os
 import re
@@ -171,9 +172,10 @@ def called(node: ast.AST) -> Iterator[str]:
 def callee(call: ast.Call) -> str | None:
     if isinstance(call.func, ast.Name):
         return call.func.id
-    if isinstance(call.func, ast.Attribute):
-        if call.func.attr in WAITS or RECEIVERS.match(ast.unparse(call.func.value)):
-            return call.func.attr
+    if isinstance(call.func, ast.Attribute) and (
+        call.func.attr in WAITS or RECEIVERS.match(ast.unparse(call.func.value))
+    ):
+        return call.func.attr
     return None
 
 
@@ -272,7 +274,7 @@ def substitute(statement: ast.stmt, call: ast.Call, text: str) -> None:
 def neighbours(block: list[ast.stmt], steps: set[str]) -> Iterator[tuple[int, int]]:
     """Yield which statements of a block take steps that follow each other and can be exchanged."""
     places = [n for n, statement in enumerate(block) if takes_steps(statement, steps)]
-    for one, other in zip(places, places[1:]):
+    for one, other in itertools.pairwise(places):
         between = block[one + 1 : other]
         runs = not (
             bound([block[one], *between]) & used([block[other]])

@@ -10,17 +10,11 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.support.power_cut import SYNCS, History, Recording
-from tests.support.power_cut_images import Bounds, Search, Violation
-from tests.support.power_cut_scenarios import SCENARIOS, Scenario, Workplace, workplace
+from tests.support.power_cut_files import BESIDE_STORES
+from tests.support.power_cut_images import QUICK, Search, Violation
+from tests.support.power_cut_scenarios import SCENARIOS, Workplace, workplace
 
 Record = Callable[[str, object], None]
-
-SHORT = {
-    "commits": Bounds(drawn=0.6),
-    "move": Bounds(points=0.5, drawn=0.1),
-    "move out of the store": Bounds(points=0.2, drawn=0.1),
-    "move together": Bounds(points=0.3, drawn=0.1),
-}
 
 
 @pytest.fixture(name="place")
@@ -30,14 +24,14 @@ def _place() -> Iterator[Workplace]:
 
 
 @pytest.mark.root
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", [*SCENARIOS, *BESIDE_STORES])
 def test_a_power_cut_leaves_the_old_or_the_new_generation(
     place: Workplace, name: str, record_property: Record
 ) -> None:
-    scenario = SCENARIOS[name](place)
-    history = History(scenario.recording)
+    scenario = {**SCENARIOS, **BESIDE_STORES}[name](place)
+    history = History(scenario.record())
     assert history.visible() == History(Recording(place.folder)).visible(), "something bypassed us"
-    search = Search(check=scenario.check, bounds=SHORT.get(name, Bounds(drawn=0.15)))
+    search = Search(check=scenario.check, bounds=QUICK)
     record_property("images", str(search.run(history)))
     assert search.count.different > 5
 
@@ -49,24 +43,24 @@ def test_a_kill_and_then_a_power_cut_leave_the_old_or_the_new_generation(
 ) -> None:
     """The name of a root that is visible to whoever comes after a kill may be lost still."""
     scenario = place.commits(retain)
-    search = Search(check=scenario.check, bounds=Bounds(drawn=0.15))
-    for step in _steps_to_kill_at(scenario):
-        resumed = place.resumed(scenario, step, retain)
-        search.run(History(resumed.recording), since=step)
+    recording = scenario.record()
+    search = Search(check=scenario.check, bounds=QUICK)
+    for time in _times_to_kill_at(recording):
+        search.run(History(scenario.resume(recording, time)), since=time)
     assert search.count.different > 20
 
 
-def _steps_to_kill_at(scenario: Scenario) -> list[int]:
+def _times_to_kill_at(recording: Recording) -> list[int]:
     """Return the times around the first rename of the root, and some before and after it."""
-    begins = [step.begin for step in scenario.recording.steps]
-    rename = begins.index(_rename_of_root(scenario))
+    begins = [step.begin for step in recording.steps]
+    rename = begins.index(_rename_of_root(recording))
     return [begins[rename + k] for k in (-9, -1, 0, 1, 4, 7)]
 
 
-def _rename_of_root(scenario: Scenario) -> int:
+def _rename_of_root(recording: Recording) -> int:
     return next(
         step.begin
-        for step in scenario.recording.steps
+        for step in recording.steps
         if step.operation.action == "rename" and step.operation.path.name == "zarr.json"
     )
 
@@ -74,9 +68,10 @@ def _rename_of_root(scenario: Scenario) -> int:
 @pytest.mark.root
 def test_every_sync_of_a_commit_is_needed(place: Workplace) -> None:
     scenario = place.commits(1)
-    begin, end = (mark.time for mark in scenario.recording.marks[1:3])
-    rename = _rename_of_root(scenario)
-    history = History(scenario.recording)
+    recording = scenario.record()
+    begin, end = (mark.time for mark in recording.marks[1:3])
+    rename = _rename_of_root(recording)
+    history = History(recording)
     syncs = [sync for sync in history.syncs if begin < sync.step.begin <= end]
     assert {sync.step.operation.action for sync in syncs} == set(SYNCS)
     assert len(syncs) == 8
@@ -90,8 +85,9 @@ def test_every_sync_of_a_commit_is_needed(place: Workplace) -> None:
 def test_opening_must_make_the_name_of_the_root_durable(place: Workplace) -> None:
     """Killed after the rename: the next writer removes what the old root needs."""
     scenario = place.commits(1)
-    time = _rename_of_root(scenario)
-    history = History(place.resumed(scenario, time).recording)
+    recording = scenario.record()
+    time = _rename_of_root(recording)
+    history = History(scenario.resume(recording, time))
     opening = next(
         sync
         for sync in history.syncs
