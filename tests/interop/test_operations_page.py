@@ -20,16 +20,13 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from checkpoint.verify import verify
-from megatrain import run
-from megatrain.config import load_run
-from megatrain.trainer import Stop
 from tests.support.quick_commands import quick_commands
-from tests.support.runs import Quiet, numbers, tiny_llama, token_rows
 from tests.support.shell_page import Block, absolute_paths, blocks_of, missing, program
 from tiering.generations import read_root
 from tiering.store import open_reader
@@ -147,28 +144,15 @@ def site(prepared: Site) -> Site:
 
 def _begin(site: Site) -> None:
     """Make the run of the page, stopped after its second step."""
-    tiny_llama(site.home / "models/my-model")
-    token_rows(site.home / "train.jsonl")
     [printed] = [block.text for block in BLOCKS if block.language == "yaml"]
     settings = yaml.safe_load(printed)
     settings["store"]["drives"] = [site.here(drive) for drive in settings["store"]["drives"]]
     for section, values in SMALL.items():
         settings[section] = settings.get(section, {}) | values
     (site.home / "run.yaml").write_text(yaml.safe_dump(settings))
-    stop = Stop()
-    with _inside(site.home):
-        config = load_run(Path("run.yaml"))
-        run.train(config, Quiet(lambda row: row["step"] == STOPPED_AFTER and stop.request()), stop)
-
-
-@contextmanager
-def _inside(folder: Path) -> Iterator[None]:
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        yield
-    finally:
-        os.chdir(before)
+    made = "call tests.support.stopped_run:make . " + str(STOPPED_AFTER)
+    code, output = site.shell(made)
+    assert code == 0, output
 
 
 # -- what a section is about -----------------------------------------------------------------------
@@ -178,6 +162,10 @@ def _assert_finished(site: Site, store: Path) -> None:
     with open_reader(store) as reader:
         assert reader.manifest.step == STEPS
     assert verify(store, deep=True).ok
+
+
+def _rows(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 def _folders(site: Site) -> set[str]:
@@ -211,7 +199,7 @@ def _after_copying(site: Site) -> None:
     new = site.place("mnt/new")
     for name in ("my-run", "two"):
         _assert_finished(site, new / name / "store")
-        assert [row["step"] for row in numbers(new / name)] == [1, 2, 3, 4]
+        assert [row["step"] for row in _rows(new / name)] == [1, 2, 3, 4]
     with open_reader(new / "one/store") as reader:
         assert reader.manifest.step == STOPPED_AFTER
     assert not (site.home / "runs/renamed").exists()
@@ -221,7 +209,7 @@ def _after_copying(site: Site) -> None:
 @contextmanager
 def _training(site: Site) -> Iterator[None]:
     """Train meanwhile, with commits as far apart as those of a model of some size."""
-    more = ["train.steps=1000000", "store.commit_every=10"]
+    more = ["train.steps=1000000", "store.commit_every=3"]
     sets = [word for setting in more for word in ("--set", setting)]
     training = site.start("megatrain-ckpt", "resume", "runs/my-run", "--allow-changes", *sets)
     try:
@@ -275,7 +263,7 @@ def _after_backup(site: Site) -> None:
 
 def _after_sizing(site: Site) -> None:
     """The table is what the plan and the metrics of the run have."""
-    rows = numbers(site.home / "runs/other")
+    rows = _rows(site.home / "runs/other")
     assert len(rows) == STEPS
     with open_reader(site.store) as reader:
         nbytes = sum(record.nbytes for record in reader.records.values())
@@ -283,8 +271,7 @@ def _after_sizing(site: Site) -> None:
     assert code == 0
     parameters = json.loads(output)["parameters"]
     assert 14 * parameters <= nbytes < 14.2 * parameters
-    lines = (site.home / "runs/other/metrics.jsonl").read_text().splitlines()
-    written = json.loads(lines[-1])["written_bytes"]["nvme"]
+    written = rows[-1]["written_bytes"]["nvme"]
     assert 14 * parameters <= written < 17 * parameters  # small records are rounded up
 
 
@@ -328,8 +315,8 @@ AFTER: dict[str, Callable[[Site], None]] = {
 
 @pytest.mark.parametrize("section", SECTIONS)
 def test_the_commands_of_a_section_do_what_it_says(site: Site, section: str) -> None:
-    around = AROUND.get(section, lambda site: nullcontext())
-    with around(site):
+    around = AROUND.get(section)
+    with around(site) if around else nullcontext():
         for block in SHELL:
             if block.section == section:
                 _assert_right(site, block)

@@ -1,5 +1,7 @@
 """``megatrain`` and ``megatrain-ckpt`` on the PATH of a shell, that start at once.
 
+Beside them is ``call``, for what needs the same imports: ``call module:function ARGUMENT...``.
+
 One process has imported everything; what the shell starts is a small client that asks it to fork.
 The forked process has the client's arguments, folder, environment and files. Signals reach it,
 it dies if its client is killed, and the client ends as it ends.
@@ -24,6 +26,7 @@ from typing import NoReturn
 
 from tests.support.children import COMMANDS, MODULES, exit_status, prepare
 
+_CALL = "call"
 _CLIENT = """#!{python} -ISs
 import json, os, signal, socket, sys
 server = socket.socket(socket.AF_UNIX)
@@ -46,7 +49,7 @@ def quick_commands(folder: Path) -> Iterator[Path]:
     address = folder / "socket"
     programs = folder / "bin"
     programs.mkdir(parents=True)
-    for name in COMMANDS:
+    for name in (*COMMANDS, _CALL):
         text = _CLIENT.format(python=sys.executable, address=str(address), name=name)
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
@@ -101,7 +104,7 @@ def _become(client: socket.socket) -> NoReturn:
         os.environ.update(environment)
         client.sendall(str(os.getpid()).encode())
         threading.Thread(target=_die_with, args=(client,), daemon=True).start()
-        code = exit_status(command)
+        code = exit_status(command[1:] if command[0] == _CALL else command)
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         sys.stdout.flush()
