@@ -239,7 +239,7 @@ def _open_drive(store: Path, uuid: str, number: int, share: float) -> Drive:
     if found != (uuid, number):
         raise CorruptionError(
             f"{drive.label}: belongs to drive {found[1]} of store {found[0]}, expected "
-            f"drive {number} of store {uuid}",
+            f"drive {number} of store {uuid}, as {link} leads there",
             file=drive.label,
             drive=number,
         )

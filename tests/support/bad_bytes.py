@@ -8,7 +8,8 @@ import random
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -109,12 +110,20 @@ def _model(folder: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """What is done to ``files`` for as long as ``applied`` lasts; at ``offset``, if to a byte."""
+    """What is done to ``files`` for as long as ``applied`` lasts; at ``offset``, if to a byte.
+
+    ``instead`` is what has to be named, where that cannot be the files themselves.
+    """
 
     what: str
     files: tuple[StoreFile, ...]
     applied: Callable[[], AbstractContextManager[object]]
     offset: int | None = None
+    instead: tuple[StoreFile, ...] = ()
+
+    @property
+    def named(self) -> tuple[StoreFile, ...]:
+        return self.instead or self.files
 
 
 def flip(file: StoreFile, bit: int) -> Damage:
@@ -172,7 +181,22 @@ def _exchanges(files: Sequence[StoreFile]) -> Iterator[Damage]:
         a, b = _content(one.path), _content(other.path)
         alike = one.path.is_symlink() == other.path.is_symlink()
         if alike and len(a) == len(b) and a != b:
-            yield Damage("exchanged", (one, other), lambda p=one.path, q=other.path: _swapped(p, q))
+            both = one, other
+            swapped = partial(_swapped, one.path, other.path)
+            yield Damage("exchanged", both, swapped, instead=_labels(*both, files))
+
+
+def _labels(one: StoreFile, other: StoreFile, files: Sequence[StoreFile]) -> tuple[StoreFile, ...]:
+    """Return what is named when links to drives are exchanged: the labels that they lead to.
+
+    It is as if the labels were exchanged.
+    """
+    labels = {file.drive: file for file in files if file.kind == "label of a drive"}
+    if not one.kind == other.kind == "link to a drive":
+        return ()
+    return replace(labels[other.drive], drive=one.drive), replace(
+        labels[one.drive], drive=other.drive
+    )
 
 
 def _older(store: Path, file: StoreFile, files: Mapping[Path, StoreFile]) -> Path | None:
@@ -293,7 +317,7 @@ def judge(store: Path, damage: Damage) -> Verdict:
     if code == 1:
         wrong += _wrong_names([damage], findings)
     elif code:  # the root itself cannot be read
-        wrong += [] if any(str(file.path) in said for file in damage.files) else [said]
+        wrong += [] if any(str(file.path) in said for file in damage.named) else [said]
     elif stage:
         wrong.append(f"found at {stage}, and not by verify --deep")
     return Verdict(stage=stage, wrong=tuple(wrong))
@@ -351,10 +375,10 @@ def _read_bytes(readers: Sequence[Any]) -> tuple[str, MegatrainError | None]:
 def _wrong_error(damage: Damage, error: MegatrainError) -> Iterator[str]:
     """Yield what an error that ends a command says wrongly of the damage."""
     if not isinstance(error, CorruptionError):
-        if not any(str(file.path) in str(error) for file in damage.files):
+        if not any(str(file.path) in str(error) for file in damage.named):
             yield f"error does not name the file: {error}"
         return
-    named = [file for file in damage.files if str(file.path) == error.file]
+    named = [file for file in damage.named if str(file.path) == error.file]
     if not named:
         yield f"error is of {error.file!r}: {error}"
         return
@@ -369,7 +393,7 @@ def _wrong_error(damage: Damage, error: MegatrainError) -> Iterator[str]:
 
 def _wrong_names(damages: Sequence[Damage], findings: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield what ``verify --json`` says wrongly of damages."""
-    by_path = {str(file.path): (file, damage) for damage in damages for file in damage.files}
+    by_path = {str(file.path): (file, damage) for damage in damages for file in damage.named}
     for finding in findings:
         if finding["file"] not in by_path:
             yield f"it names another file: {finding}"
