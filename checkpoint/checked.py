@@ -86,10 +86,7 @@ class CheckedReader:
         self._reader.read(record.name, offset, self._buffer[:length])
         place = self._place(record.name, chunk)
         if (found := crc32c(self._buffer[:length])) != place.crc:
-            raise CorruptionError(
-                f"record {record.name}: chunk {chunk} is damaged on {place}: crc32c is "
-                f"{found:08x}, committed was {place.crc:08x}"
-            )
+            raise place.damage(record.name, found)
         self._held = (record.name, chunk)
 
     def _place(self, name: str, chunk: int) -> ChunkRef:

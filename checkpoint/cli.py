@@ -374,7 +374,7 @@ def _cut(
 )
 @_json
 def attach(store: Path, drives: tuple[Path, ...], as_json: bool) -> None:
-    """Tell STORE where drives are that were moved or mounted elsewhere."""
+    """Tell STORE where drives are that were moved, mounted elsewhere or copied, and are its own."""
     from tiering.attaching import attach_drives
 
     attached = attach_drives(store, drives)

@@ -13,7 +13,7 @@ from checkpoint.checked import MAX_CHUNK_NBYTES
 from checkpoint.windows import aligned
 from tiering.checksum import crc32c
 from tiering.codecs import Codec
-from tiering.errors import CorruptionError, UsageError
+from tiering.errors import UsageError
 from tiering.records import ALIGNMENT, Record, round_up
 from tiering.shares import spread
 from tiering.store import ChunkRef, StoreWriter, open_writer
@@ -138,10 +138,7 @@ class _Copy:
         present = name in self._writer.present  # some generation needs the file as it is
         self._writer.read(self._target if present else self._source, name, offset, data)
         if (found := crc32c(data)) != chunk.crc:
-            raise CorruptionError(
-                f"record {name}: chunk {chunk.index} is damaged on {chunk}: crc32c is "
-                f"{found:08x}, committed was {chunk.crc:08x}"
-            )
+            raise chunk.damage(name, found)
         if present:
             return
         if record.codec is None and not np.frombuffer(data, np.uint8).any():

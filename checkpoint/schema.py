@@ -9,11 +9,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Self
 
-from checkpoint.fields import Fields
-from tiering.errors import CorruptionError, RefusedError
-from tiering.fields import plain
+from tiering.errors import CorruptionError
+from tiering.fields import Fields, parse, plain
+from tiering.manifest import DIGEST
 from tiering.records import Record, round_up
 
 FORMAT = 1
@@ -285,21 +286,16 @@ class Schema:
             CorruptionError: A field is missing, unknown or of the wrong type.
             RefusedError: It is of a newer format.
         """
-        top = Fields.parse(data, SCHEMA_FILE)
-        if (found := top.integer("format")) > FORMAT:
-            raise RefusedError(
-                f"{SCHEMA_FILE}: written in format {found}, this program reads up to format "
-                f"{FORMAT}; use a newer version"
-            )
-        if found < 1:
-            raise CorruptionError(f"{SCHEMA_FILE}: format: there is no format {found}")
+        source = Path(SCHEMA_FILE)
+        top = Fields(parse(data, source), source, "")
+        top.check_format(FORMAT)
         try:
             schema = cls(
-                layout=Layout(top.text("layout")),
+                layout=Layout(top.member("layout", list(Layout))),
                 model_type=top.text("model_type"),
-                units=tuple(_decode_unit(item) for item in top.objects("units")),
-                ties=tuple(_decode_tie(item) for item in top.objects("ties")),
-                files=top.child("files").texts(),
+                units=tuple(_decode_unit(item) for item in top.items("units")),
+                ties=tuple(_decode_tie(item) for item in top.items("ties")),
+                files=top.patterns("files", DIGEST),
                 ledger=_decode_ledger(top.child("ledger")),
             )
             schema.records()  # their names and lengths are possible ones
@@ -363,7 +359,7 @@ def _decode_unit(item: Fields) -> Unit:
     unit = Unit(
         name=item.text("name"),
         trainable=item.boolean("trainable"),
-        tensors=tuple(_decode_tensor(tensor) for tensor in item.objects("tensors")),
+        tensors=tuple(_decode_tensor(tensor) for tensor in item.items("tensors")),
     )
     item.finish()
     return unit
@@ -373,8 +369,8 @@ def _decode_tensor(item: Fields) -> Tensor:
     tensor = Tensor(
         name=item.text("name"),
         shape=item.integers("shape"),
-        dtype=item.choice("dtype", RECORD_DTYPE),
-        offset=item.integer("offset"),
+        dtype=item.member("dtype", RECORD_DTYPE),
+        offset=item.integer("offset", 0),
     )
     item.finish()
     return tensor
@@ -388,9 +384,9 @@ def _decode_tie(item: Fields) -> Tie:
 
 def _decode_ledger(item: Fields) -> Ledger:
     ledger = Ledger(
-        sources=tuple(_decode_source(source) for source in item.objects("sources")),
-        ignored=tuple(_decode_ignored(ignored) for ignored in item.objects("ignored")),
-        notes=item.strings("notes"),
+        sources=tuple(_decode_source(source) for source in item.items("sources")),
+        ignored=tuple(_decode_ignored(ignored) for ignored in item.items("ignored")),
+        notes=item.texts("notes"),
         stripped=item.text("stripped"),
         added=item.text("added"),
     )
@@ -399,9 +395,13 @@ def _decode_ledger(item: Fields) -> Ledger:
 
 
 def _decode_source(item: Fields) -> SourceFile:
-    name, tensors, nbytes = item.text("name"), item.integer("tensors"), item.integer("nbytes")
+    source = SourceFile(
+        name=item.text("name"),
+        tensors=item.integer("tensors", 0),
+        nbytes=item.integer("nbytes", 0),
+    )
     item.finish()
-    return SourceFile(name=name, tensors=tensors, nbytes=nbytes)
+    return source
 
 
 def _decode_ignored(item: Fields) -> Ignored:

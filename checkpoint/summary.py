@@ -12,7 +12,7 @@ from pathlib import Path
 from checkpoint.checked import read_schema
 from checkpoint.schema import Ledger, Schema, Tie
 from tiering.generations import ROOT, manifests
-from tiering.lock import holders_of, lock_holder
+from tiering.lock import holders_of, lock_holder, named_pids
 from tiering.store import StoreReader, open_reader
 
 
@@ -128,7 +128,7 @@ def summarize(store: Path, *, generation: int | None = None) -> Summary:
             generation=reader.manifest.generation,
             step=reader.manifest.step,
             age_s=_age_s(reader),
-            holder=lock_holder(reader.path / "LOCK"),
+            holder=_holder(reader),
             generations=tuple(_generations(reader, readers)),
             dropped=tuple(_dropped(reader, readers)),
             units=tuple(_units(schema)),
@@ -138,6 +138,12 @@ def summarize(store: Path, *, generation: int | None = None) -> Summary:
             files=schema.files,
             ledger=schema.ledger,
         )
+
+
+def _holder(reader: StoreReader) -> str | None:
+    """Return who writes the store, also if somebody removed the lock file or writes a copy."""
+    labelled = sorted({pid for drive in reader.drives for pid in holders_of(drive.label)})
+    return lock_holder(reader.path / "LOCK") or (named_pids(labelled) if labelled else None)
 
 
 def _age_s(reader: StoreReader) -> float:

@@ -28,7 +28,9 @@ OnProgress = Callable[[int, int], None]
 class Finding:
     """One thing that is wrong. Empty fields (None for numbers) do not apply to it.
 
-    Without a ``generation`` it is wrong with the whole store.
+    Without a ``generation`` it is wrong with the whole store. What is wrong lies in the ``nbytes``
+    from ``offset`` on; without ``nbytes`` it begins there, without ``offset`` it is the file, for
+    which one digest vouches as a whole. ``tensors`` are those of which something lies there.
     """
 
     what: str
@@ -36,6 +38,7 @@ class Finding:
     file: str = ""
     drive: int | None = None
     offset: int | None = None
+    nbytes: int | None = None
     unit: str = ""
     role: str = ""
     tensors: tuple[str, ...] = ()
@@ -79,11 +82,23 @@ def verify(
     Not ``deep``: digests of root, manifests, metadata and side files, drives, links, existence and
     length of every shard, at a cost that does not depend on the size of the model. ``deep``: also
     the checksum of every chunk, and the bytes of shards that no checksum covers. A generation that
-    is dropped meanwhile is left out.
+    is dropped meanwhile is left out; if all are, those that took their place are looked at. What
+    cannot be read is found like what is damaged.
 
     Raises:
-        RefusedError: There is no store, or no such generation.
+        RefusedError: There is no store, or no such generation, or it was dropped meanwhile.
+        StorageError: The root cannot be read.
     """
+    while True:
+        found = _verify(store, deep, generation, on_progress)
+        if found is not None:
+            return found
+
+
+def _verify(
+    store: Path, deep: bool, generation: int | None, on_progress: OnProgress | None
+) -> Findings | None:
+    """Return the findings, or None if every generation was dropped before it was looked at."""
     try:
         root = read_root(store)
     except CorruptionError as error:
@@ -95,10 +110,12 @@ def verify(
     if not _drives_are_there(store, root):
         return Findings(deep=deep, generations=(), findings=tuple(faults))
     work = _Work(store, _schema(store, root), deep, on_progress)
-    looked_at = [work.examine(item, len(listed)) for item in listed]
+    looked_at = tuple(filter(None, (work.examine(item, len(listed)) for item in listed)))
+    if not looked_at:
+        return None
     return Findings(
         deep=deep,
-        generations=tuple(item for item in looked_at if item is not None),
+        generations=looked_at,
         findings=(*faults, *work.findings),
     )
 
@@ -106,7 +123,7 @@ def verify(
 def _drives_are_there(store: Path, root: Root) -> bool:
     try:
         open_drives(store, root.uuid, root.drives)
-    except CorruptionError:
+    except (CorruptionError, StorageError):
         return False
     return True
 
@@ -115,26 +132,25 @@ def _schema(store: Path, root: Root) -> Schema | None:
     """Return the schema; None if it is damaged, which is found elsewhere."""
     try:
         return Schema.decode(read_schema_file(store, root.schema, SCHEMA_FILE))
-    except (CorruptionError, KeyError):
+    except (CorruptionError, StorageError, KeyError):
         return None
 
 
 def _finding(fault: MegatrainError, generation: int | None, schema: Schema | None) -> Finding:
-    if isinstance(fault, StorageError):
-        return Finding(what=str(fault), generation=generation, file=str(fault.path))
-    if not isinstance(fault, CorruptionError):
+    if not isinstance(fault, CorruptionError | StorageError):
         return Finding(what=str(fault), generation=generation)
     unit, _, role = fault.record.rpartition(".")
-    tensors = _tensors_of(schema, fault.record)
-    return Finding(
+    finding = Finding(
         what=str(fault),
         generation=generation,
-        file=fault.file,
-        drive=fault.drive,
-        offset=fault.offset,
         unit=unit,
         role=role,
-        tensors=tuple(tensor.name for tensor in tensors),
+        tensors=tuple(tensor.name for tensor in _tensors_of(schema, fault.record)),
+    )
+    if isinstance(fault, StorageError):
+        return replace(finding, file=str(fault.path))
+    return replace(
+        finding, file=fault.file, drive=fault.drive, offset=fault.offset, nbytes=fault.nbytes
     )
 
 
@@ -168,11 +184,13 @@ class _Work:
             raise
         except RefusedError:
             return None
+        except StorageError as error:
+            reader, faults = None, (error,)
         self.findings += [_finding(fault, number, self._schema) for fault in faults]
         records = chunks = nbytes = 0
         if reader is not None:
             with closing(reader):
-                self.findings += self._unlike_the_schema(reader, number)
+                self.findings += self._unlike_the_schema(reader, number, faults)
                 records = len(reader.records)
                 if self._deep:
                     chunks, nbytes = self._read(reader, number, count)
@@ -185,8 +203,12 @@ class _Work:
             nbytes=nbytes,
         )
 
-    def _unlike_the_schema(self, reader: StoreReader, number: int) -> Iterator[Finding]:
-        """Yield where the arrays are not those that the schema describes."""
+    def _unlike_the_schema(
+        self, reader: StoreReader, number: int, faults: Sequence[MegatrainError]
+    ) -> Iterator[Finding]:
+        """Yield where arrays without ``faults`` are not those that the schema describes."""
+        damaged = {f.record for f in faults if isinstance(f, CorruptionError | StorageError)}
+        found = {k: v for k, v in reader.records.items() if k not in damaged}
         wanted = {record.name: record for record in self._schema.records()} if self._schema else {}
         committed = reader.manifest.records
         for name in sorted(wanted.keys() | committed.keys()) if wanted else ():
@@ -194,7 +216,7 @@ class _Work:
                 what = f"record {name} is in the schema but not in the store"
             elif name not in wanted:
                 what = f"record {name} is in the store but not in the schema"
-            elif name in reader.records and not agree(wanted[name], reader.records[name]):
+            elif name in found and not agree(wanted[name], found[name]):
                 what = f"record {name} is not what the schema says"
             else:
                 continue
@@ -223,15 +245,16 @@ class _Work:
         data = self._buffer[: chunk.nbytes]
         try:
             reader.read(record.name, chunk.index * record.geometry.chunk_nbytes, data)
+            found = crc32c(data)
+            if found == chunk.crc:
+                return None
+            offset, nbytes = reader.span(record.name, chunk.index) or (None, None)
         except CorruptionError as error:
             return error
         except StorageError as error:
-            return CorruptionError(str(error), offset=error.offset)
-        found = crc32c(data)
-        if found == chunk.crc:
-            return None
+            return CorruptionError(str(error), offset=chunk.offset)
         what = f"chunk {chunk.index}: crc32c {found:08x}, committed was {chunk.crc:08x}"
-        return CorruptionError(what)
+        return CorruptionError(what, offset=offset, nbytes=nbytes)
 
     def _placed(
         self, fault: CorruptionError, record: Record, chunk: ChunkRef, number: int
@@ -244,7 +267,6 @@ class _Work:
             finding,
             file=str(chunk.path),
             drive=chunk.drive,
-            offset=finding.offset if finding.offset is not None else chunk.offset,
             unit=unit,
             role=role,
             tensors=tuple(tensor.name for tensor in tensors),

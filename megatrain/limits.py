@@ -19,6 +19,8 @@ from tiering.process import resident_nbytes, status_nbytes
 from tiering.records import Record
 from tiering.store import StoreWriter
 
+LATER_NBYTES = 16 << 20  # pages of libraries that only the run itself touches
+
 PlanOf = Callable[[RunConfig], Plan]
 """Plans other settings, to find out which of them would help."""
 
@@ -45,7 +47,9 @@ def measured(
     plan = replace(plan, footprint=_footprint(plan, config, Workspace(), stored))
     require_memory(plan, config, plan_of)  # before anything is taken to try the computation
     if config.memory.workspace == "auto":
-        found = workspace.measure(plan, schema, files, config, device, room=_room(plan))
+        found = workspace.measure(
+            plan, schema, files, config, device, drives=len(drives), room=_room(plan)
+        )
     else:
         found = Workspace(kept=config.memory.workspace)
     plan = replace(plan, footprint=_footprint(plan, config, found, stored))
@@ -102,7 +106,7 @@ def _footprint(plan: Plan, config: RunConfig, found: Workspace, stored: int) -> 
         may = replace(may, nbytes=max(0, may.nbytes - status_nbytes("VmLck")))
     fits = may is None or plan.arenas_nbytes <= may.nbytes
     return Footprint(
-        imports=resident_nbytes(),
+        imports=resident_nbytes() + LATER_NBYTES,
         workspace=found,
         stored=stored,
         limit=memory_limit(),

@@ -141,7 +141,7 @@ def _go_on(
 ) -> Outcome:
     schema = read_schema(store)
     state = _committed(store, schema)
-    stores.require_own_shards(store, state.config)
+    store.say_run(state.run_id)
     before = found.apply(state.config)
     config = with_sets(before, sets)
     store.use_engine(config.store.io)

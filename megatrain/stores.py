@@ -309,23 +309,6 @@ def _listed(folders: list[Path]) -> str:
     return ", ".join(map(str, folders))
 
 
-def require_own_shards(store: StoreWriter, recorded: RunConfig) -> None:
-    """Refuse the copy of a store whose shards were not copied: two runs would write them.
-
-    ``recorded`` are the run's settings from before it was moved or copied.
-    """
-    uuid = read_root(store.path).uuid
-    outside = [d.folder for d in store.drives if not d.folder.is_relative_to(store.path)]
-    for other in (recorded.model, recorded.out / STORE_FOLDER):
-        if not outside or not is_store(other) or _same(other, store.path):
-            continue
-        if read_root(other).uuid == uuid:
-            raise RefusedError(
-                f"{store.path} is a copy of {other}, and both have their shards in {outside[0]}; "
-                "to have a second run, export the weights and train those"
-            )
-
-
 def was_begun(out: Path, store: Path) -> bool:
     """Return whether a run on ``store`` was begun in the run's folder ``out``."""
     try:

@@ -111,7 +111,7 @@ class Update:
         if state.skip:
             return
         views = {role: self._view(op, role) for role in self.stage.shape.roles}
-        grads = self._dense(op, state)
+        grads = self._dense(op)
         for tensor, start, stop in pieces(self.stage.units[op.unit].tensors, op.start, op.stop):
             if tensor.name in state.touched:
                 self._update_piece(op, state, views, grads, tensor, (start, stop))
@@ -134,7 +134,7 @@ class Update:
             grad.zero_()
         else:
             grad.copy_(grads[a:b])
-        self._add_outer(op, state, tensor, span, grad)
+        self._add_outer(op, state, span, grad)
         if state.clip != 1.0:
             grad.mul_(state.clip)
         count = self.counts.get(tensor.name, 0)
@@ -171,7 +171,7 @@ class Update:
         offset, _ = self._sections[role]
         return self.stage.memory.tensor(slab, dtype, offset=offset, length=op.stop - op.start)
 
-    def _dense(self, op: Op, state: StepState) -> torch.Tensor | None:
+    def _dense(self, op: Op) -> torch.Tensor | None:
         """Return the dense gradient of the span, where there is one."""
         stage = self.stage
         length = min(op.stop, stage.shape.dense_grad_length(op.unit)) - op.start
@@ -186,12 +186,7 @@ class Update:
         return torch.nn.functional.pad(dense, (0, missing)) if missing else dense
 
     def _add_outer(
-        self,
-        op: Op,
-        state: StepState,
-        tensor: Tensor,
-        span: tuple[int, int],
-        grad: torch.Tensor,
+        self, op: Op, state: StepState, span: tuple[int, int], grad: torch.Tensor
     ) -> None:
         """Put the gradients of the window's rows, or of the rest of the first unit, in place."""
         stage, shape = self.stage, self.stage.shape

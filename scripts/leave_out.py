@@ -18,6 +18,7 @@ import builtins
 import collections
 import copy
 import ctypes
+import itertools
 import json
 import os
 import re
@@ -279,7 +280,7 @@ def substitute(statement: ast.stmt, call: ast.Call, text: str) -> None:
 def neighbours(block: list[ast.stmt], steps: set[str]) -> Iterator[tuple[int, int]]:
     """Yield which statements of a block take steps that follow each other and can be exchanged."""
     places = [n for n, statement in enumerate(block) if takes_steps(statement, steps)]
-    for one, other in zip(places, places[1:]):
+    for one, other in itertools.pairwise(places):
         between = block[one + 1 : other]
         runs = not (
             bound([block[one], *between]) & used([block[other]])

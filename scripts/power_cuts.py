@@ -15,14 +15,17 @@ import re
 import time
 from collections.abc import Iterator
 
-from tests.support.power_cut import History, Sync
-from tests.support.power_cut_images import CAREFUL, QUICK, THOROUGH, Bounds, Search, Violation
+from tests.support.power_cut import History, Recording, Sync
+from tests.support.power_cut_files import BESIDE_STORES
+from tests.support.power_cut_images import QUICK, THOROUGH, Bounds, Search, Violation
 from tests.support.power_cut_scenarios import SCENARIOS, Scenario, Workplace, workplace
+
+EVERYTHING = {**SCENARIOS, **BESIDE_STORES}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("scenarios", nargs="*", default=list(SCENARIOS), help="default: all")
+    parser.add_argument("scenarios", nargs="*", default=list(EVERYTHING), help="default: all")
     parser.add_argument("--needed", action="store_true", help="leave out each sync in turn")
     parser.add_argument("--quick", action="store_true", help="fewer images")
     arguments = parser.parse_args()
@@ -38,11 +41,12 @@ def show_counts(name: str, bounds: Bounds) -> None:
     """Print how many images there were, and each kind of violation once."""
     begin = time.process_time()
     with workplace() as place:
-        scenario = SCENARIOS[name](place)
+        scenario = EVERYTHING[name](place)
         search = Search(check=scenario.check, bounds=bounds, collect=True)
-        count = search.run(History(scenario.recording))
-        if name.startswith("commits"):
-            resume_everywhere(place, scenario, search, 2 if "two" in name else 1)
+        recording = scenario.record()
+        count = search.run(History(recording))
+        if name in SCENARIOS:
+            resume_everywhere(scenario, recording, search)
     print(f"{name}: {count}, {time.process_time() - begin:.0f} s", flush=True)
     kinds = collections.Counter(plain(str(v.error)) for v in search.violations)
     for kind, times in kinds.most_common():
@@ -50,11 +54,11 @@ def show_counts(name: str, bounds: Bounds) -> None:
         print(f"  {times} violations like: {example}")
 
 
-def resume_everywhere(place: Workplace, scenario: Scenario, search: Search, retain: int) -> None:
-    """Kill the commits before each of their steps, go on after that, then cut the power."""
-    for step in scenario.recording.steps:
-        resumed = place.resumed(scenario, step.begin, retain)
-        search.run(History(resumed.recording), since=step.begin)
+def resume_everywhere(scenario: Scenario, recording: Recording, search: Search) -> None:
+    """Kill it before each of its steps, go on after that, then cut the power."""
+    for step in recording.steps:
+        history = History(scenario.resume(recording, step.begin))
+        search.run(history, since=step.begin, killed=step.begin)
 
 
 def plain(text: str) -> str:
@@ -75,13 +79,14 @@ def show_needed(name: str) -> None:
 
 
 def histories(name: str, place: Workplace) -> Iterator[tuple[Scenario, History, int, str]]:
-    scenario = SCENARIOS[name](place)
-    yield scenario, History(scenario.recording), 0, name
+    scenario = EVERYTHING[name](place)
+    recording = scenario.record()
+    yield scenario, History(recording), 0, name
     if name == "commits":
-        rename = [s for s in scenario.recording.steps if s.operation.path.name == "zarr.json"]
+        rename = [s for s in recording.steps if s.operation.path.name == "zarr.json"]
         time = next(s.begin for s in rename if s.operation.action == "rename")
-        resumed = place.resumed(scenario, time)
-        yield resumed, History(resumed.recording), time, f"{name}, killed after the rename"
+        resumed = scenario.resume(recording, time)
+        yield scenario, History(resumed), time, f"{name}, killed after the rename"
 
 
 def described(sync: Sync) -> str:
@@ -89,7 +94,7 @@ def described(sync: Sync) -> str:
 
 
 def without(history: History, sync: Sync, scenario: Scenario, since: int) -> str:
-    for bounds in (QUICK, CAREFUL):
+    for bounds in (QUICK, THOROUGH):
         try:
             Search(check=scenario.check, bounds=bounds).run(history.without(sync), since=since)
         except Violation as violation:

@@ -8,19 +8,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tiering.drives import (
-    LABEL,
-    Drive,
-    link_of,
-    open_drives,
-    read_label,
-    replace_link,
-)
+from tiering.drives import Drive, open_drives, replace_link
 from tiering.errors import RefusedError
 from tiering.generations import read_root
+from tiering.labels import LABEL, read_label
 from tiering.lock import StoreLock
 from tiering.manifest import Root
 from tiering.opened import examine_generation
+from tiering.ownership import claim_drives, link_of
 
 _log = logging.getLogger(__name__)
 
@@ -34,7 +29,8 @@ def attach_drives(path: str | os.PathLike[str], folders: Sequence[Path]) -> tupl
 
     Raises:
         LockedError: A process writes the store.
-        RefusedError: A folder is no drive of this store; nothing was changed.
+        RefusedError: A folder is no drive of this store, or another store uses it, of which this
+            is a copy; nothing was changed.
         CorruptionError: No generation is whole, or another drive is missing still.
     """
     store = Path(os.path.abspath(path))
@@ -48,6 +44,7 @@ def attach_drives(path: str | os.PathLike[str], folders: Sequence[Path]) -> tupl
         others = {n: share for n, share in root.drives.items() if n not in attached}
         if all(link_of(store, number).is_dir() for number in others):
             _check(store, root, [*attached.values(), *open_drives(store, root.uuid, others)])
+        claim_drives(store, root.uuid, found, adopt=True)
         for drive in found:
             replace_link(store, link_of(store, drive.number), drive.link)
         _check(store, root, open_drives(store, root.uuid, root.drives))

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Self
 
 from tiering import fsops
-from tiering.backends.posix import REQUEST_NBYTES, PosixBackend
+from tiering.backends.posix import PosixBackend
 from tiering.errors import StorageError
 from tiering.records import ALIGNMENT, round_up
 from tiering.slots import Shard
+
+_BUFFER_NBYTES = 8 << 20
 
 
 class Copier:
@@ -22,7 +24,7 @@ class Copier:
     @staticmethod
     def memory_nbytes(largest: int) -> int:
         """Return how much memory it takes to copy files of up to ``largest`` bytes."""
-        return 2 * min(REQUEST_NBYTES, round_up(max(largest, 1), ALIGNMENT))
+        return 2 * min(_BUFFER_NBYTES, round_up(max(largest, 1), ALIGNMENT))
 
     def __init__(self, backends: Mapping[int, PosixBackend], memory: memoryview) -> None:
         self._backends = backends

@@ -61,6 +61,7 @@ def create_store(
     if made:
         fsops.make_dir(store)
     with _locked(store, made) as store_lock:
+        _require_fresh(store)  # again: another creation may have ended meanwhile
         _clear_remains(store)
         writer = None
         try:
@@ -76,7 +77,7 @@ def _locked(store: Path, made: bool) -> StoreLock:
     try:
         return StoreLock(store / "LOCK")
     except StorageError:
-        if made:
+        if made and {entry.name for entry in store.iterdir()} <= {"LOCK"}:
             fsops.remove_tree(store)
         raise
 
@@ -164,7 +165,7 @@ def _clear_remains(store: Path) -> None:
 
 def _dismantle(store: Path, uuid: str, folders: Sequence[Path]) -> None:
     for number, folder in enumerate(folders):
-        if is_ours(folder, uuid, number):
+        if is_ours(store, uuid, number, folder):
             _remove_drive(folder)
         else:
             settle_removal(folder)

@@ -13,14 +13,12 @@ import psutil
 
 from tiering import fsops
 from tiering.errors import CorruptionError, MegatrainError, RefusedError
-from tiering.fields import parse_object
-from tiering.manifest import FORMAT, encode_json
-from tiering.small_files import LABEL_MOST, read_small
+from tiering.labels import LABEL, expected_label, read_label
+from tiering.ownership import find_other, link_of, owner_for, unfinished_label
 
 _log = logging.getLogger(__name__)
 
 COPY_ON_WRITE = frozenset({"btrfs", "zfs", "bcachefs", "nilfs2"})
-LABEL = "drive.json"
 NEW_LINK = "link.new"
 _NAMED = 3  # records that a message about a missing drive lists
 
@@ -150,14 +148,9 @@ def create_drive(store: Path, uuid: str, drive: Drive) -> None:
     fsops.symlink(drive.link, link_of(store, drive.number))
     fsops.fsync_dir(store / "drives")  # first: by the link the folder is found after a crash
     fsops.make_dir(drive.folder)
-    fsops.write_file(drive.label, expected_label(uuid, drive.number))
+    fsops.write_file(drive.label, expected_label(uuid, drive.number, owner_for(store, drive)))
     fsops.fsync_dir(drive.folder)
     fsops.fsync_dir(drive.folder.parent)
-
-
-def expected_label(uuid: str, number: int) -> bytes:
-    """Return the content of the label of a drive."""
-    return encode_json({"format": FORMAT, "uuid": uuid, "drive": number})
 
 
 def drop_drive(store: Path, uuid: str, drive: Drive) -> None:
@@ -165,7 +158,8 @@ def drop_drive(store: Path, uuid: str, drive: Drive) -> None:
 
     A folder that holds anything but our label is left, without the label.
     """
-    if is_ours(drive.folder, uuid, drive.number):
+    if is_ours(store, uuid, drive.number, drive.folder):
+        fsops.unlink(unfinished_label(drive.folder), missing_ok=True)
         others = sorted({entry.name for entry in drive.folder.iterdir()} - {LABEL})
         fsops.unlink(drive.label, missing_ok=True)
         if others:
@@ -185,12 +179,12 @@ def settle_removal(folder: Path) -> None:
         fsops.fsync_dir(folder.parent)
 
 
-def is_ours(folder: Path, uuid: str, number: int) -> bool:
-    """Whether a folder was made as a drive of the store ``uuid``; the label is its first file."""
+def is_ours(store: Path, uuid: str, number: int, folder: Path) -> bool:
+    """Whether a folder was made as a drive of this store; the label is its first file."""
     if not folder.is_dir():
         return False
     try:
-        return read_label(folder) == (uuid, number)
+        return read_label(folder) == (uuid, number) and find_other(store, number, folder) is None
     except (FileNotFoundError, MegatrainError):
         return {entry.name for entry in folder.iterdir()} <= {LABEL}
 
@@ -205,11 +199,6 @@ def unlisted_drives(store: Path, listed: Mapping[int, float]) -> list[Drive]:
 
 
 # -- opening -----------------------------------------------------------------------------------
-
-
-def link_of(store: Path, number: int) -> Path:
-    """Return the store's link to a drive."""
-    return store / "drives" / str(number)
 
 
 def replace_link(store: Path, link: Path, target: str) -> None:
@@ -239,12 +228,14 @@ def _open_drive(store: Path, uuid: str, number: int, share: float) -> Drive:
             f"drive {number}: {link} is no link: {error.strerror}", file=link, drive=number
         ) from error
     if not drive.folder.is_dir():
-        raise _lost(store, drive, "is missing")
+        raise _lost(store, drive, "is missing", link)
     try:
         found = read_label(drive.folder)
     except FileNotFoundError as error:
         state = f"has no {LABEL}" if any(drive.folder.iterdir()) else "is empty"
-        raise _lost(store, drive, state) from error
+        raise _lost(store, drive, state, drive.label) from error
+    except CorruptionError as error:
+        raise CorruptionError(str(error), file=error.file, drive=number) from error
     if found != (uuid, number):
         raise CorruptionError(
             f"{drive.label}: belongs to drive {found[1]} of store {found[0]}, expected "
@@ -261,18 +252,7 @@ def _linked_drive(link: Path, number: int, share: float) -> Drive:
     return Drive(number=number, folder=folder, link=target, share=share)
 
 
-def read_label(folder: Path) -> tuple[object, object]:
-    """Return which store and which drive a folder says that it belongs to.
-
-    Raises:
-        FileNotFoundError: It has no label.
-    """
-    path = folder / LABEL
-    label = parse_object(read_small(path, LABEL_MOST), path)
-    return label.get("uuid"), label.get("drive")
-
-
-def _lost(store: Path, drive: Drive, state: str) -> CorruptionError:
+def _lost(store: Path, drive: Drive, state: str, file: Path) -> CorruptionError:
     names = _records_on(store, drive.number)
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     listed = f" ({', '.join(names[:_NAMED])}{more})" if names else ""
@@ -280,7 +260,7 @@ def _lost(store: Path, drive: Drive, state: str) -> CorruptionError:
         f"drive {drive.number}: folder {drive.folder} {state}; is its file system mounted? "
         f"{len(names)} records need it{listed}. The link is {link_of(store, drive.number)}; "
         f"if the folder was moved: megatrain-ckpt attach {store} --drive FOLDER",
-        file=link_of(store, drive.number),
+        file=file,
         drive=drive.number,
     )
 

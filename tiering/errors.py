@@ -33,7 +33,8 @@ class RefusedError(MegatrainError):
 class CorruptionError(RefusedError):
     """Bytes differ from what their manifest, index or header promises.
 
-    ``file``, ``drive``, ``offset`` and ``record`` say where, as far as they apply.
+    ``file``, ``drive``, ``offset`` and ``record`` say where, as far as they apply. What is wrong
+    lies in the ``nbytes`` from ``offset`` on; somewhere behind it where they are not known.
     """
 
     def __init__(
@@ -43,11 +44,13 @@ class CorruptionError(RefusedError):
         file: str | os.PathLike[str] = "",
         drive: int | None = None,
         offset: int | None = None,
+        nbytes: int | None = None,
         record: str = "",
     ) -> None:
         self.file = os.fspath(file)
         self.drive = drive
         self.offset = offset
+        self.nbytes = nbytes
         self.record = record
         super().__init__(message)
 
@@ -63,7 +66,10 @@ class LockedError(MegatrainError):
 
 
 class StorageError(MegatrainError):
-    """An input or output operation failed, or moved fewer bytes than it had to."""
+    """An input or output operation failed, or moved fewer bytes than it had to.
+
+    ``record`` is what the file belongs to, where somebody who knows has set it.
+    """
 
     exit_code: ClassVar[int] = 5
 
@@ -85,6 +91,7 @@ class StorageError(MegatrainError):
         self.wanted = wanted
         self.moved = moved
         self.hint = hint
+        self.record = ""
         reason = os.strerror(errno) if errno else "ended early"
         span = f" at offset {offset}: moved {moved} of {wanted} B" if wanted else ""
         room = _room(self.path) if errno in FULL else ""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import re
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from tiering.errors import CorruptionError
+from tiering.errors import CorruptionError, RefusedError
 
 MOST = (1 << 63) - 1  # of integers: more has no meaning anywhere
 _SHORT = reprlib.Repr()
@@ -64,20 +64,31 @@ class Fields:
             )
         self._left: dict[str, Any] = dict(document)
 
+    def _name(self, key: str) -> str:
+        """Return a key of this object as seen from the top of the document."""
+        return f"{self._where}.{key}" if self._where else key
+
+    def _fault(self, key: str, what: str) -> CorruptionError:
+        return CorruptionError(f"{self.source}: {plain(self._name(key))}: {what}", file=self.source)
+
     def error(self, key: str, found: object, expected: object) -> CorruptionError:
         """Return what says that a key holds something else than it must."""
-        name = f"{self._where}.{key}" if self._where else key
         wanted = expected if isinstance(expected, str) else shown(expected)
-        return CorruptionError(
-            f"{self.source}: {plain(name)}: found {shown(found)}, expected {wanted}",
-            file=self.source,
-        )
+        return self._fault(key, f"found {shown(found)}, expected {wanted}")
 
     def value(self, key: str) -> Any:
         """Return what a key holds."""
         if key not in self._left:
-            raise self.error(key, "nothing", "a value")
+            raise self._fault(key, "missing")
         return self._left.pop(key)
+
+    def check_format(self, newest: int) -> None:
+        """Refuse a document whose ``format`` is above ``newest``, and one that is damaged."""
+        if (found := self.integer("format", 1)) > newest:
+            raise RefusedError(
+                f"{self.source}: written in format {found}, this program reads up to format "
+                f"{newest}; use a newer version"
+            )
 
     def integer(self, key: str, minimum: int, most: int = MOST) -> int:
         """Return an integer from ``minimum`` to ``most``."""
@@ -96,10 +107,10 @@ class Fields:
         return self.integer(key, minimum)
 
     def integers(self, key: str) -> tuple[int, ...]:
-        """Return a list of integers."""
+        """Return a list of integers that are not negative."""
         value = self.value(key)
-        if not isinstance(value, list) or not all(map(_is_integer, value)):
-            raise self.error(key, value, "a list of integers")
+        if not isinstance(value, list) or not all(map(_is_count, value)):
+            raise self.error(key, value, "a list of integers of at least 0")
         return tuple(value)
 
     def fraction(self, key: str) -> float:
@@ -123,6 +134,13 @@ class Fields:
             raise self.error(key, value, "text")
         return value
 
+    def texts(self, key: str) -> tuple[str, ...]:
+        """Return a list of any texts."""
+        value = self.value(key)
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.error(key, value, "a list of texts")
+        return tuple(value)
+
     def pattern(self, key: str, pattern: re.Pattern[str]) -> str:
         """Return a text that ``pattern`` matches."""
         value = self.value(key)
@@ -138,15 +156,15 @@ class Fields:
                 raise self.error(f"{key}.{name}", value, f"text that matches {pattern.pattern}")
         return found
 
-    def member(self, key: str, allowed: Mapping[str, Any]) -> str:
-        """Return one of the keys of ``allowed``."""
+    def member(self, key: str, allowed: Collection[str]) -> str:
+        """Return one of ``allowed``."""
         value = self.value(key)
         if not isinstance(value, str) or value not in allowed:
             raise self.error(key, value, f"one of {', '.join(allowed)}")
         return value
 
-    def optional_member(self, key: str, allowed: Mapping[str, Any]) -> str | None:
-        """Return one of the keys of ``allowed``, or None for null."""
+    def optional_member(self, key: str, allowed: Collection[str]) -> str | None:
+        """Return one of ``allowed``, or None for null."""
         if self._left.get(key, "") is None:
             del self._left[key]
             return None
@@ -163,9 +181,13 @@ class Fields:
         """Return an object of integers that are not negative."""
         found = self.mapping(key)
         for name, value in found.items():
-            if not _is_integer(value) or not 0 <= value <= MOST:
+            if not _is_count(value):
                 raise self.error(f"{key}.{name}", value, "an integer of at least 0")
         return found
+
+    def child(self, key: str) -> Fields:
+        """Return an object, to be read as strictly as this one."""
+        return Fields(self.mapping(key), self.source, self._name(key))
 
     def items(self, key: str) -> Iterator[Fields]:
         """Yield the objects of a list."""
@@ -173,12 +195,12 @@ class Fields:
         if not isinstance(value, list):
             raise self.error(key, value, "a list")
         for index, item in enumerate(value):
-            yield Fields(item, self.source, f"{key}[{index}]")
+            yield Fields(item, self.source, self._name(f"{key}[{index}]"))
 
     def named(self, key: str) -> Iterator[tuple[str, Fields]]:
         """Yield the objects of an object, by name."""
         for name, item in self.mapping(key).items():
-            yield name, Fields(item, self.source, f"{key}.{name}")
+            yield name, Fields(item, self.source, self._name(f"{key}.{name}"))
 
     def equal(self, key: str, value: object, expected: str) -> None:
         """Refuse anything but ``value``; ``expected`` says what that is."""
@@ -189,7 +211,7 @@ class Fields:
     def finish(self) -> None:
         """Refuse keys that nobody asked for."""
         if self._left:
-            raise self.error(next(iter(self._left)), "a key", "no such key")
+            raise self._fault(next(iter(self._left)), "unknown key")
 
 
 def plain(name: str) -> str:
@@ -199,3 +221,7 @@ def plain(name: str) -> str:
 
 def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and _is_integer(value) and 0 <= value <= MOST

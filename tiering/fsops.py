@@ -145,7 +145,7 @@ def make_dir(path: Path) -> None:
 
 
 def make_dirs(path: Path) -> list[Path]:
-    """Create a folder and those above it that are missing, and return them; their names are durable.
+    """Create a folder and what is missing above it, and return those; their names are durable.
 
     So is that of the lowest one that is there: a kill may have come before that was.
     """

@@ -22,6 +22,8 @@ def read_root(store: Path) -> Root:
 
     Raises:
         RefusedError: There is no store, or one of a newer format.
+        CorruptionError: The root is missing or damaged.
+        StorageError: It cannot be read.
     """
     path = store / ROOT
     if not store.is_dir():
@@ -33,6 +35,10 @@ def read_root(store: Path) -> Root:
         if (store / MARKER).exists():
             raise RefusedError(
                 f"{store}: no store: its creation did not reach the first commit; create it again"
+            ) from error
+        if (store / "manifests").is_dir():  # they are made after the marker and removed before it
+            raise CorruptionError(
+                f"{path}: missing, though there are manifests", file=path
             ) from error
         raise RefusedError(f"{store}: no store: it has no {ROOT}") from error
     try:
@@ -134,8 +140,8 @@ def _slot_being_read(path: Path) -> int:
     try:
         return Manifest.decode(read_small(path), path).slot
     except CorruptionError as error:
-        pids = ", ".join(map(str, lock.holders_of(path))) or "unknown"
-        raise LockedError(f"{error}; it is being read by pid {pids}: end that first") from error
+        readers = lock.named_pids(lock.holders_of(path))
+        raise LockedError(f"{error}; it is being read by {readers}: end that first") from error
 
 
 def manifests(store: Path) -> list[Path]:
@@ -180,6 +186,7 @@ def going_back(store: Path, root: Root, generation: Generation) -> Iterator[None
             file=error.file,
             drive=error.drive,
             offset=error.offset,
+            nbytes=error.nbytes,
             record=error.record,
         ) from error
 

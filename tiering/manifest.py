@@ -102,7 +102,7 @@ class Root:
                 for g in self.generations
             ],
         }
-        pointer["check"] = _check_of(pointer)
+        pointer["check"] = check_of(pointer)
         group = {"zarr_format": 3, "node_type": "group", "attributes": {ATTRIBUTE: pointer}}
         return encode_json(group)
 
@@ -118,9 +118,9 @@ class Root:
         pointer = attributes[ATTRIBUTE]
         fields = Fields(pointer, source, f"attributes.{ATTRIBUTE}")
         try:
-            _check_format(fields)
+            fields.check_format(FORMAT)
         except RefusedError as error:  # the check is the same in every format
-            if pointer.get("check") == _check_of(pointer):
+            if pointer.get("check") == check_of(pointer):
                 raise
             raise CorruptionError(f"{error}; or it is damaged", file=source) from error
         root = cls(
@@ -130,13 +130,13 @@ class Root:
             generations=tuple(_generation(g) for g in fields.items("generations")),
         )
         _check_pointer(fields, root)
-        fields.equal("check", _check_of(pointer), "the sha256 of the rest")
+        fields.equal("check", check_of(pointer), "the sha256 of the rest")
         fields.finish()
         return root
 
 
-def _check_of(pointer: Mapping[str, Any]) -> str:
-    """Return what makes a flipped bit of the root show: nothing else vouches for all of it."""
+def check_of(pointer: Mapping[str, Any]) -> str:
+    """Return what makes a flipped bit of a root or label show: nothing else vouches for it."""
     rest = {key: value for key, value in pointer.items() if key != "check"}
     return digest(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode())
 
@@ -272,7 +272,7 @@ class Manifest:
     def decode(cls, data: bytes, source: Path) -> Manifest:
         """Return the manifest that ``data``, the content of ``source``, encodes."""
         fields = Fields(parse(data, source), source, "")
-        _check_format(fields)
+        fields.check_format(FORMAT)
         manifest = cls(
             uuid=fields.pattern("uuid", _UUID),
             generation=fields.integer("generation", 1),
@@ -399,12 +399,3 @@ def decode_table(data: bytes, manifest: Manifest, source: Path) -> Table:
     if len(data) != expected:
         raise CorruptionError(f"{source}: {len(data)} B, expected {expected} B", file=source)
     return np.frombuffer(data, "<u4").astype(np.uint32)
-
-
-def _check_format(fields: Fields) -> None:
-    number = fields.integer("format", 1)
-    if number > FORMAT:
-        raise RefusedError(
-            f"{fields.source}: written in format {number}, this program reads up to format "
-            f"{FORMAT}; use a newer version"
-        )

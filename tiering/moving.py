@@ -36,6 +36,7 @@ from tiering.generations import ROOT, going_back, read_root, reap, replace_root
 from tiering.lock import StoreLock
 from tiering.manifest import Generation, Root, plain_lengths
 from tiering.opened import OpenGeneration, open_generation
+from tiering.ownership import claim_drives
 from tiering.relocation import Move, SlotFiles, in_order, plan_moves
 from tiering.slots import (
     SHARED,
@@ -80,25 +81,28 @@ def move_store(
 
     Raises:
         LockedError: A process writes the store or reads one of its generations.
-        RefusedError: A folder cannot be a drive.
+        RefusedError: A folder cannot be a drive, or the store is a copy that shares its drives.
         CapacityError: The drives have too little room; nothing was changed.
         CorruptionError: The store is not what was committed; nothing was changed.
         StorageError: Copying failed; the store is whole.
     """
     store = Path(os.path.abspath(path))
     read_root(store)  # before the lock: nothing is created in a folder that is no store
-    with StoreLock(store / "LOCK"), _opened(store) as mover:
+    with StoreLock(store / "LOCK") as store_lock, _opened(store, store_lock) as mover:
         mover.clear_remains()
         return mover.run(folders, measure, on_progress or (lambda _done, _total: None))
 
 
 @contextmanager
-def _opened(store: Path) -> Iterator[_Mover]:
+def _opened(store: Path, store_lock: StoreLock) -> Iterator[_Mover]:
     """Lend the store after the checks of any opening; readers are kept out meanwhile."""
     fsops.fsync_file(store / ROOT)  # a visible name is not yet durable
     fsops.fsync_dir(store)
     root = read_root(store)
     drives = open_drives(store, root.uuid, root.drives)
+    claim_drives(store, root.uuid, drives)
+    for drive in drives:
+        store_lock.own(drive.label)
     listed = [_whole(store, root, generation, drives) for generation in root.generations]
     with _claimed(store, root):
         slots = [_slot_of(generation) for generation in listed]
@@ -138,8 +142,8 @@ def _claimed(store: Path, root: Root) -> Iterator[None]:
 def _refuse_readers(store: Path, manifests: Collection[Path]) -> None:
     if manifests:
         pids = sorted({pid for path in manifests for pid in lock.holders_of(path)})
-        names = ", ".join(map(str, pids)) or "unknown"
-        raise LockedError(f"{store} is being read by pid {names}; move it when they have ended")
+        names = lock.named_pids(pids)
+        raise LockedError(f"{store} is being read by {names}; move it when they have ended")
 
 
 def _slot_of(found: OpenGeneration) -> SlotFiles:

@@ -43,6 +43,18 @@ class ChunkRef:
         where = f"chunk {self.index}" if self.offset is None else f"offset {self.offset}"
         return f"drive {self.drive}: {self.path} at {where}, {self.nbytes} B"
 
+    def damage(self, record: str, found: int) -> CorruptionError:
+        """Return what says that the chunk has the crc32c ``found``, and not its own."""
+        return CorruptionError(
+            f"record {record}: chunk {self.index} is damaged on {self}: crc32c is {found:08x}, "
+            f"committed was {self.crc:08x}",
+            file=self.path,
+            drive=self.drive,
+            offset=self.offset,
+            nbytes=None if self.offset is None else self.nbytes,
+            record=record,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenGeneration:
@@ -181,7 +193,7 @@ class OpenStore:
     def _encoded_backend(self, drive: int) -> Zarr3Backend:
         """Return what moves the encoded shards of a drive; most stores have none."""
         if drive not in self._encoded:
-            self._encoded[drive] = Zarr3Backend(str(drive), writable=self._writable)
+            self._encoded[drive] = Zarr3Backend(str(drive), drive=drive, writable=self._writable)
         return self._encoded[drive]
 
     def _open_backends(self, engine: Engine) -> tuple[DriveBackend, ...]:

@@ -6,7 +6,6 @@ import mmap
 import threading
 
 from tiering.checksum import ChunkCrc, Table, crc32c
-from tiering.errors import CorruptionError
 from tiering.opened import ChunkRef
 from tiering.records import Record, round_up
 from tiering.writer import StoreWriter
@@ -122,11 +121,4 @@ class EveryRead:
 def require(name: str, place: ChunkRef, found: int) -> None:
     """Refuse a chunk whose crc32c is not the one that it was written with."""
     if found != place.crc:
-        raise CorruptionError(
-            f"record {name}: chunk {place.index} is damaged on {place}: crc32c is "
-            f"{found:08x}, expected {place.crc:08x}",
-            file=place.path,
-            drive=place.drive,
-            offset=place.offset,
-            record=name,
-        )
+        raise place.damage(name, found)

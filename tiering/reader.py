@@ -68,6 +68,19 @@ class StoreReader(OpenStore):
         """Return where one chunk of a record lies and what its crc32c has to be."""
         return self.chunk_in(name, index, self.generation.slot, self.checksums(name))
 
+    def span(self, name: str, index: int) -> tuple[int, int] | None:
+        """Return offset and length of a chunk in its shard's file; None if it is absent there.
+
+        Raises:
+            CorruptionError: It is encoded, and the index that says so is damaged.
+            StorageError: That index cannot be read.
+        """
+        chunk, geometry = self.chunk(name, index), self.records[name].geometry
+        if chunk.offset is not None:
+            return chunk.offset, chunk.nbytes
+        encoded = self._encoded_backend(chunk.drive)
+        return encoded.place(chunk.path, index % geometry.chunks_per_shard)
+
     def close(self) -> None:
         """Close every file, then give the generation back."""
         if self._hold >= 0:

@@ -14,6 +14,7 @@ from tiering.generations import ROOT, find_generation, going_back, named, read_r
 from tiering.lock import StoreLock
 from tiering.manifest import Generation, Root
 from tiering.opened import Examined, examine_generation
+from tiering.ownership import claim_drives, require_own_files
 from tiering.slot_table import Form
 from tiering.slots import places_of
 from tiering.writer import StoreWriter
@@ -33,7 +34,8 @@ def open_writer(
 
     Raises:
         LockedError: Another process writes the store.
-        RefusedError: There is no store at ``path``, or no such generation in it.
+        RefusedError: There is no store at ``path``, or no such generation in it, or it is a copy
+            that shares its drives.
         CorruptionError: A manifest, metadata, drive, link or shard is not what was committed.
     """
     store = Path(os.path.abspath(path))
@@ -57,7 +59,8 @@ def open_newest_whole(
 
     Raises:
         LockedError: Another process writes the store.
-        RefusedError: There is no store at ``path``, or nothing but what is to be skipped.
+        RefusedError: There is no store at ``path``, or nothing but what is to be skipped, or it
+            is a copy that shares its drives.
         CorruptionError: No generation is whole; the error is that of the newest.
         StorageError: It cannot be told whether one is: reading failed.
     """
@@ -102,6 +105,8 @@ def _open_locked(store: Path, choose: Choose, store_lock: StoreLock) -> StoreWri
     fsops.fsync_dir(store)
     root = read_root(store)
     drives = open_drives(store, root.uuid, root.drives)
+    claim_drives(store, root.uuid, drives)
+    require_own_files(drives)
     examined = {g.number: examine_generation(store, root, g, drives) for g in root.generations}
     chosen = choose(root, examined).number
     found = examined[chosen].whole

@@ -28,6 +28,7 @@ from tiering.slots import (
     read_metadata,
     settle_slot,
 )
+from tiering.tails import wrong_tail
 
 _log = logging.getLogger(__name__)
 
@@ -107,14 +108,14 @@ class SlotTable:
             try:
                 read_metadata(self._store, slot, self.form.digests)
                 settle_slot(self._store, slot)
-                self._add_located(slot)
+                self._add_located(slot, whole=True)
             except (CorruptionError, StorageError) as error:  # nothing in it is needed
                 if slot not in self.protected:
                     _log.warning(
                         "slot %d of %s is incomplete and unused: %s", slot, self._store, error
                     )
 
-    def _add_located(self, slot: int) -> None:
+    def _add_located(self, slot: int, *, whole: bool = False) -> None:
         records = self.form.records
         locations = locate(
             self._store,
@@ -123,7 +124,17 @@ class SlotTable:
             drives=self._drives,
             lengths=plain_lengths(records),
         )
+        if whole:
+            self._require_tails(locations)
         self.add(slot, records, locations)
+
+    def _require_tails(self, locations: Locations) -> None:
+        """Refuse a slot in which a byte differs that no commit writes anew."""
+        for record in self.form.records.values():
+            shards = locations[record.name] if record.codec is None else ()
+            for number, shard in enumerate(shards):
+                if wrong := wrong_tail(record, number, shard.path):
+                    raise CorruptionError(f"{shard.path} at offset {wrong[0]}: {wrong[1]}")
 
     # -- making and removing -----------------------------------------------------------------------
 
@@ -235,4 +246,4 @@ class SlotTable:
 
     def _readers(self) -> str:
         pids = sorted({pid for path in self._held for pid in lock.holders_of(path)})
-        return f"pid {', '.join(map(str, pids))}" if pids else "an unknown process"
+        return lock.named_pids(pids)

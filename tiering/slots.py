@@ -20,10 +20,10 @@ from tiering.zarr_documents import array_document, group_document, new_shard
 SHARED = "shared"
 
 Places = Mapping[str, tuple[int, ...]]  # record name -> drive number of each shard
-OnFault = Callable[[CorruptionError], None]
+OnFault = Callable[[CorruptionError | StorageError], None]
 
 
-def refuse(fault: CorruptionError) -> None:
+def refuse(fault: CorruptionError | StorageError) -> None:
     """Raise the first fault that is found."""
     raise fault
 
@@ -182,6 +182,9 @@ def read_metadata(
             found[name] = _read_checked(folder / name, expected, name.rpartition("/")[0])
         except CorruptionError as fault:
             on_fault(fault)
+        except StorageError as error:
+            error.record = name.rpartition("/")[0]
+            on_fault(error)
     return found
 
 
@@ -225,6 +228,9 @@ def locate(
                 shards.append(_locate_shard(store, slot, record, number, drives, wanted))
             except CorruptionError as fault:
                 on_fault(fault)
+            except StorageError as error:
+                error.record = record.name
+                on_fault(error)
         if len(shards) == record.geometry.shard_count:
             found[record.name] = tuple(shards)
     return found
@@ -251,7 +257,14 @@ def _locate_shard(
             file=link,
             record=record.name,
         )
-    fault = _wrong_length(drive, drive.folder / name, link, nbytes)
+    elsewhere = _elsewhere(drive, name, drives)
+    if elsewhere is not None:
+        raise CorruptionError(
+            f"{link}: links to drive {drive.number}, but the shard is {elsewhere}",
+            file=link,
+            record=record.name,
+        )
+    fault = _wrong_length(drive.folder / name, link, nbytes)
     if fault:
         raise CorruptionError(
             f"drive {drive.number}: shard {drive.folder / name} {fault}",
@@ -262,7 +275,15 @@ def _locate_shard(
     return Shard(drive=drive.number, path=drive.folder / name)
 
 
-def _wrong_length(drive: Drive, path: Path, link: Path, expected: int | None) -> str:
+def _elsewhere(drive: Drive, name: str, drives: Sequence[Drive]) -> Path | None:
+    """Return where a shard is that is not on the drive which its link names."""
+    if os.path.lexists(drive.folder / name):
+        return None
+    paths = (other.folder / name for other in drives if other != drive)
+    return next((path for path in paths if os.path.lexists(path)), None)
+
+
+def _wrong_length(path: Path, link: Path, expected: int | None) -> str:
     """Return what is wrong with a shard's file, short of its content."""
     try:
         status = path.lstat()

@@ -75,7 +75,7 @@ class StoreWriter(OpenStore):
         self._closed = False
         # Opened before anything is written: only then a sync reports every lost write to us.
         self._store_fd = (path, fsops.open_file(path, os.O_RDONLY | os.O_DIRECTORY))
-        self._drive_fds = [(d.folder, fsops.open_file(d.label, os.O_RDONLY)) for d in drives]
+        self._drive_fds = [(d.folder, store_lock.own(d.label)) for d in drives]
 
     def start(self, slots: int) -> None:
         """Give a store that was just made its ``slots`` slots; slot 0 is the working one."""
@@ -93,6 +93,10 @@ class StoreWriter(OpenStore):
         self._slots.update(root.generations)
         self._slots.find()
         fsops.unlink(self.path / MARKER, missing_ok=True)
+
+    def say_run(self, run_id: str) -> None:
+        """Name the run to whoever finds the store in use."""
+        self._lock.say(run_id)
 
     # -- what is committed ---------------------------------------------------------------------
 
@@ -470,6 +474,5 @@ class StoreWriter(OpenStore):
             return
         self._closed = True
         super().close()
-        for _, fd in (self._store_fd, *self._drive_fds):
-            os.close(fd)
+        os.close(self._store_fd[1])
         self._lock.close()

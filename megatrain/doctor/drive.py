@@ -49,7 +49,7 @@ def _lying(folder: Path, mount: Mount | None, devices: tuple[Device, ...]) -> It
         found = "the kernel does not say which mount this folder is on"
         yield Finding(subject="file system", verdict=Verdict.UNKNOWN, found=found)
         return
-    yield from filesystem_findings(folder, mount, copies=copies_on_write(folder, mount))
+    yield from filesystem_findings(mount, copies=copies_on_write(folder, mount))
     if mount.filesystem not in RAM:
         yield from device_findings(mount, devices)
 

@@ -21,8 +21,8 @@ _STATE_BYTES_PER_PARAMETER = 28
 _LITTLE = 1 << 30
 
 
-def filesystem_findings(folder: Path, mount: Mount, *, copies: bool | None) -> Iterator[Finding]:
-    """Say what the file system of ``folder`` is; ``copies``: as ``copies_on_write`` found."""
+def filesystem_findings(mount: Mount, *, copies: bool | None) -> Iterator[Finding]:
+    """Say what a mounted file system is; ``copies``: as ``copies_on_write`` found."""
     verdict, promise, advice = _promise(mount, copies)
     yield Finding(
         subject="file system",

@@ -15,7 +15,7 @@ from megatrain import run
 from megatrain.config import RunConfig
 from megatrain.data.batches import Batches
 from megatrain.trainer import Stop
-from tests.support.runs import Quiet, run_config, tiny_llama
+from tests.support.runs import Quiet, numbers, run_config, tiny_llama
 
 ROWS = 64
 EPOCHS = 3
@@ -68,17 +68,20 @@ def interrupted(config: RunConfig, stops: Sequence[int]) -> None:
 
 
 @pytest.fixture(scope="module", name="reference")
-def _reference(inputs: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> list[int]:
+def _reference(
+    inputs: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[int], list[dict[str, Any]]]:
+    """Return the samples and the rows of a run that nobody interrupted."""
     config = run_config(*inputs, tmp_path_factory.mktemp("whole") / "run", train__steps=48)
     with consumed(pytest.MonkeyPatch()) as ids:
         run.train(config, Quiet(), Stop())
-    return ids
+    return ids, numbers(config.out)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_sample_is_seen_once_an_epoch_in_the_order_of_an_uninterrupted_run(
     inputs: tuple[Path, Path],
-    reference: list[int],
+    reference: tuple[list[int], list[dict[str, Any]]],
     tmp_path: Path,
     kind: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -87,6 +90,8 @@ def test_every_sample_is_seen_once_an_epoch_in_the_order_of_an_uninterrupted_run
     with consumed(monkeypatch) as ids:
         interrupted(config, KINDS[kind])
     epochs = {tuple(ids[i : i + ROWS]) for i in range(0, len(ids), ROWS)}
-    assert ids == reference
+    rows = numbers(config.out)
+    assert (ids, rows) == reference
+    assert [row["cursor"] for row in rows] == [4 * (i + 1) for i in range(48)]
     assert set(Counter(ids).values()) == {EPOCHS}
     assert len(epochs) == EPOCHS

@@ -40,7 +40,7 @@ def digests(folder: Path) -> dict[str, str]:
 def test_three_steps_and_three_are_six_in_every_bit_with_an_export_between(
     tmp_path: Path,
 ) -> None:
-    inputs = tiny_llama(tmp_path / "model"), token_rows(tmp_path / "rows.jsonl")
+    inputs = tiny_llama(tmp_path / "model", tie=True), token_rows(tmp_path / "rows.jsonl")
     settings = {"train__steps": 6, "train__dtype": "bfloat16"}
     train(run_config(*inputs, tmp_path / "whole", **settings))
     stop = Stop()

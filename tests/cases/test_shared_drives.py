@@ -29,8 +29,8 @@ from tests.support.runs import (
     token_rows,
     train,
 )
-from tiering.drives import LABEL
 from tiering.errors import LockedError
+from tiering.labels import LABEL
 
 MODULES = [
     "deepspeed.ops.op_builder",

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -110,7 +113,7 @@ def poisoned(folder: Path, token: int) -> Path:
     """A model whose embedding of one token is infinite."""
     from safetensors.torch import load_file, save_file
 
-    tiny_llama(folder)
+    tiny_llama(folder, attention_dropout=0.3)
     file = folder / "model.safetensors"
     tensors = {name: t.clone() for name, t in load_file(file).items()}
     tensors["model.embed_tokens.weight"][token] = torch.inf
@@ -118,22 +121,44 @@ def poisoned(folder: Path, token: int) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("memory", [{}, {"memory__resident": 1, "memory__gradients": "disk"}])
-def test_a_step_that_is_not_finite_changes_nothing(tmp_path, memory, caplog):
+TIERS = {
+    "ram": {},
+    "nvme": {"memory__resident": 1, "memory__gradients": "disk"},
+    "zarr": {"memory__resident": 1, "store__tier": "zarr"},
+}
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_step_that_is_not_finite_changes_nothing(tmp_path, tier, caplog):
+    """Nor what follows: its window is used up, the next takes its number, rate and dropout."""
     model = poisoned(tmp_path / "poisoned", token=50)
-    fine = {"input_ids": IDS, "labels": IDS}
+    settings = {"train__steps": 3, "train__schedule": "cosine", "train__weight_decay": 0.1}
+    fine = [{"input_ids": IDS[i:], "labels": IDS[i:]} for i in range(6)]
     bad = {"input_ids": [50, 51, 52], "labels": [50, 51, 52]}
-    both = rows_of(tmp_path / "both.jsonl", [fine, fine, bad, fine, fine, fine])
-    rows = train(two_at_a_time(model, both, tmp_path / "run", train__steps=2, **memory)).rows
-    good = rows_of(tmp_path / "good.jsonl", [fine] * 4)
-    plain = train(two_at_a_time(model, good, tmp_path / "plain", train__steps=2)).rows
-    assert [row["skipped"] for row in rows] == [0, 1]
-    assert [row["loss"] for row in rows] == [row["loss"] for row in plain]
-    assert any("skipped a step after step 1" in record.message for record in caplog.records)
-    assert (
-        differing(read_state(tmp_path / "run" / "store"), read_state(tmp_path / "plain" / "store"))
-        == []
-    )
+    both = rows_of(tmp_path / "both.jsonl", [*fine[:2], bad, fine[0], *fine[2:]])
+    rows = train(two_at_a_time(model, both, tmp_path / "run", **settings, **TIERS[tier])).rows
+    good = rows_of(tmp_path / "good.jsonl", fine)
+    plain = train(two_at_a_time(model, good, tmp_path / "plain", **settings)).rows
+    assert [row["skipped"] for row in rows] == [0, 1, 1]
+    for row, expected in zip(rows, plain, strict=True):
+        assert [row[key] for key in SAME] == [expected[key] for key in SAME]
+    said = [r.message for r in caplog.records if "skipped a step" in r.message]
+    assert len(said) == 1
+    assert re.match(r"skipped a step after step 1: loss nan, gradient of \S+\.weight, ", said[0])
+    stores = [tmp_path / "run/store", tmp_path / "plain/store"]
+    assert differing(*map(read_state, stores)) == []
+    states = [train_state(store) for store in stores]
+    assert [states[0][key] for key in COUNTS] == [states[1][key] for key in COUNTS] == [3, 3, {}]
+    assert (states[0]["skipped"], states[0]["cursor"], states[1]["cursor"]) == (1, 8, 6)
+
+
+SAME = ("step", "loss", "grad_norm", "lr")
+COUNTS = ("step", "updates", "updates_of")
+
+
+def train_state(store: Path) -> Mapping[str, Any]:
+    with open_reader(store) as reader:
+        return reader.manifest.train_state
 
 
 def test_a_run_that_is_never_finite_gives_up_and_keeps_what_was_committed(tmp_path):
@@ -141,8 +166,9 @@ def test_a_run_that_is_never_finite_gives_up_and_keeps_what_was_committed(tmp_pa
     bad = {"input_ids": [50, 51, 52], "labels": [50, 51, 52]}
     data = rows_of(tmp_path / "rows.jsonl", [bad] * 4)
     config = two_at_a_time(model, data, tmp_path / "run", train__max_skipped=2)
-    with pytest.raises(RefusedError, match="3 steps in a row changed nothing"):
+    with pytest.raises(RefusedError, match="3 steps in a row changed nothing") as caught:
         train(config)
+    assert caught.value.exit_code == 3
     with open_reader(tmp_path / "run" / "store") as reader:
         assert reader.manifest.step == 0
 

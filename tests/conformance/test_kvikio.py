@@ -58,12 +58,7 @@ class TestKvikio(FaultConformance):
     def test_short_writes_go_on_where_they_ended(
         self, folder: Path, other: Other, moves: int
     ) -> None:
-        nbytes = 6 * ALIGNMENT
-        path = self.make_file(folder, bytes(nbytes), "victim")
-        fault = Fault(op="write", path="victim", count=3, moves=moves)
-        outcome = other.transfer(path, "write", 0, nbytes, fault)
-        assert outcome == {"moved": nbytes, "complete": True}
-        assert self.content(path) == aligned_buffer(nbytes, seed=1)
+        super().test_short_writes_go_on_where_they_ended(folder, other, moves)
 
     # How far kvikio came before a failure, it does not say; what it left is tried again.
     @pytest.mark.parametrize(

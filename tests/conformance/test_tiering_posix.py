@@ -186,3 +186,22 @@ def test_a_drive_that_cannot_be_written_is_no_drive(tmp_path: Path) -> None:
     access = probe(Path("/proc/self"))
     assert not access.direct
     assert access.reason.startswith("the trial failed: ")
+
+
+def test_small_requests_are_moved_side_by_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, together, preadv = tmp_path / "file", threading.Barrier(3), os.preadv
+    path.write_bytes(b"abc")
+
+    def read(fd: int, views: list[memoryview], offset: int) -> int:
+        together.wait(timeout=30)
+        return preadv(fd, views, offset)
+
+    monkeypatch.setattr(os, "preadv", read)
+    backend = PosixBackend("test", direct=False, writable=False)
+    views = [memoryview(bytearray(1)) for _ in range(3)]
+    for future in [backend.read(path, at, view) for at, view in enumerate(views)]:
+        future.result()
+    backend.close()
+    assert b"".join(views) == b"abc"

@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.children import Children
 from tests.support.faults import build_shim
+from tests.support.held_runs import Driver
 from tests.support.programs import Program, Site
 
 
@@ -15,6 +16,13 @@ from tests.support.programs import Program, Site
 def children(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Children]:
     with Children(build_shim(tmp_path_factory.mktemp("shim"))) as children:
         yield children
+
+
+@pytest.fixture(scope="session")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
+    """Starts commands that run beside each other, and can be held in the middle of a transfer."""
+    with Driver(build_shim(tmp_path_factory.mktemp("shim"))) as driver:
+        yield driver
 
 
 @pytest.fixture(scope="session")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,22 +11,11 @@ import pytest
 
 from checkpoint.convert import convert
 from checkpoint.export import export_hf
+from tests.support.children import Children
 from tests.support.hf_cli import run
 from tests.support.hf_folders import Tensors, assert_same, load_folder, make_llama
 from tiering import fsops
 from tiering.errors import StorageError
-
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from checkpoint.convert import convert
-from checkpoint.export import export_hf
-source, target = Path(sys.argv[2]), Path(sys.argv[3])
-def die(done, total):
-    if done > total * float(sys.argv[4]):
-        os.kill(os.getpid(), signal.SIGKILL)
-globals()[sys.argv[1]](source, target, on_progress=die)
-"""
 
 
 @pytest.fixture
@@ -56,10 +43,20 @@ def count_steps(work: Callable[[], object]) -> int:
     return len(steps)
 
 
-def kill(what: str, source: Path, target: Path, at: float) -> None:
-    command = [sys.executable, "-c", KILLED, what, str(source), str(target), str(at)]
-    ended = subprocess.run(command, env=os.environ | {"PYTHONPATH": "."}, check=False)
-    assert ended.returncode == -signal.SIGKILL
+def kill_half_way(what: str, source: str, target: str) -> None:
+    """Convert or export, and be killed in the middle."""
+
+    def die(done: int, total: int) -> None:
+        if done > total / 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    {"convert": convert, "export": export_hf}[what](Path(source), Path(target), on_progress=die)
+
+
+def assert_killed(children: Children, what: str, source: Path, target: Path) -> None:
+    command = ["tests.crash.test_checkpoint_interrupted:kill_half_way", what, source, target]
+    ended = children.run(command)
+    assert (ended.code, ended.hung) == (-signal.SIGKILL, False), ended.err
 
 
 def test_no_failing_step_of_a_conversion_leaves_something_that_opens(
@@ -81,11 +78,11 @@ def test_no_failing_step_of_a_conversion_leaves_something_that_opens(
 
 
 def test_a_killed_conversion_is_no_store_and_can_be_run_again(
-    tmp_path: Path, tensors: Tensors
+    tmp_path: Path, tensors: Tensors, children: Children
 ) -> None:
     store, drive = tmp_path / "store", tmp_path / "drive"
     drive.mkdir()
-    kill("convert", tmp_path / "model", store, 0.5)
+    assert_killed(children, "convert", tmp_path / "model", store)
     assert store.exists()
     for command in ("inspect", "verify"):
         result = run(command, store, code=3)
@@ -132,10 +129,12 @@ def test_a_failing_export_leaves_the_old_folder_as_it_was(tmp_path: Path, tensor
         assert_same(load_folder(out), tensors)
 
 
-def test_a_killed_export_leaves_the_name_free(tmp_path: Path, tensors: Tensors) -> None:
+def test_a_killed_export_leaves_the_name_free(
+    tmp_path: Path, tensors: Tensors, children: Children
+) -> None:
     store, out = tmp_path / "store", tmp_path / "out"
     convert(tmp_path / "model", store)
-    kill("export_hf", store, out, 0.5)
+    assert_killed(children, "export", store, out)
     assert not out.exists()
     export_hf(store, out)
     assert_same(load_folder(out), tensors)

@@ -22,8 +22,7 @@ from megatrain import planner
 from megatrain.lanes import CpuLanes, LaneError
 from megatrain.ops import ArenaName, Kind, Lane, Op, ScheduleError
 from megatrain.watchdog import Place, Seat, Watch, Watchdog
-from tests.support.faults import Fault, build_shim
-from tests.support.held_runs import Driver
+from tests.support.faults import Fault
 from tests.support.runs import run_config, tiny_llama, token_rows, train
 from tiering.backends.zarr3 import Zarr3Backend
 from tiering.codecs import Codec, ShardSpec
@@ -328,12 +327,6 @@ def test_a_write_that_no_thread_takes_keeps_nobody_waiting(tmp_path):
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("inputs")
     return tiny_llama(folder / "model"), token_rows(folder / "rows.jsonl")
-
-
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
-    with Driver(build_shim(tmp_path_factory.mktemp("shim"))) as driver:
-        yield driver
 
 
 @pytest.fixture(scope="module")

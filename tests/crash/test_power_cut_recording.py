@@ -12,13 +12,13 @@ from tests.support.power_cut import NEVER, History, Recording
 from tests.support.power_cut_images import THOROUGH, Search, Violation
 from tests.support.tiering_stores import memory_folder
 from tiering import fsops
-from tiering.backends.posix import REQUEST_NBYTES, PosixBackend
+from tiering.backends.posix import PIECE_NBYTES, PosixBackend
 from tiering.backends.probe import probe
 from tiering.errors import StorageError
 from tiering.recordio import Backend
 from tiering.testing import aligned_buffer
 
-NBYTES = REQUEST_NBYTES + 4096
+NBYTES = PIECE_NBYTES + 4096
 
 
 def _posix(folder: Path) -> Backend:

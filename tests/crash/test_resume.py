@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import multiprocessing
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -27,32 +26,18 @@ from tests.support.runs import (
 from tiering.errors import RefusedError
 from tiering.store import open_reader
 
-MODULES = [
-    "deepspeed.ops.op_builder",
-    "transformers.models.llama.modeling_llama",
-    "megatrain.run",
-    "tests.support.runs",
-]
-
-
-@pytest.fixture(scope="module")
-def processes() -> Any:
-    """Processes forked from a server that has imported everything and computed nothing."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(MODULES)
-    return context
-
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("inputs")
-    return tiny_llama(folder / "model", tie=True), token_rows(folder / "rows.jsonl", count=20)
+    model = tiny_llama(folder / "model", tie=True, num_hidden_layers=1)
+    return model, token_rows(folder / "rows.jsonl", count=20)
 
 
 def test_a_run_resumed_at_step_200_equals_the_uninterrupted_one(tmp_path, inputs):
-    whole = run_config(*inputs, tmp_path / "whole", train__steps=203, store__commit_every=50)
-    train(whole)
-    halves = run_config(*inputs, tmp_path / "halves", train__steps=203, store__commit_every=50)
+    settings = {"train__steps": 203, "train__accumulate": 1, "store__commit_every": 50}
+    train(run_config(*inputs, tmp_path / "whole", **settings))
+    halves = run_config(*inputs, tmp_path / "halves", **settings)
     stop = Stop()
 
     def at_200(row: Any) -> None:
@@ -72,46 +57,6 @@ def test_a_run_resumed_at_step_200_equals_the_uninterrupted_one(tmp_path, inputs
     assert numbers(tmp_path / "whole") == numbers(tmp_path / "halves")
 
 
-def test_masters_come_back_from_the_store_and_never_from_bf16(tmp_path, inputs):
-    whole = run_config(*inputs, tmp_path / "whole", train__steps=6, train__dtype="bfloat16")
-    train(whole)
-    halves = run_config(*inputs, tmp_path / "halves", train__steps=6, train__dtype="bfloat16")
-    stop = Stop()
-    run.train(halves, Quiet(lambda row: row["step"] == 3 and stop.request()), stop)
-    run.resume(tmp_path / "halves", (), Quiet(), Stop())
-    assert (
-        differing(
-            read_state(tmp_path / "whole" / "store"), read_state(tmp_path / "halves" / "store")
-        )
-        == []
-    )
-
-
-@pytest.mark.parametrize("stops", [[21], [16], [7, 30]], ids=str)
-def test_every_sample_is_seen_once_an_epoch_wherever_a_run_stops(tmp_path, inputs, stops):
-    data = tmp_path / "rows.jsonl"
-    rows = ({"input_ids": [3 + i % 90, 4, 5], "labels": [3 + i % 90, 4, 5]} for i in range(64))
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = run_config(inputs[0], data, tmp_path / "run", train__steps=48)
-    left = list(stops)
-    stop = Stop()
-
-    def ask(row: Any) -> None:
-        if left and row["step"] == left[0]:
-            left.pop(0)
-            stop.request()
-
-    run.train(config, Quiet(ask), stop)
-    while left:
-        stop = Stop()
-        run.resume(tmp_path / "run", (), Quiet(ask), stop)
-    run.resume(tmp_path / "run", (), Quiet(), Stop())
-    train(run_config(inputs[0], data, tmp_path / "whole", train__steps=48))
-    assert numbers(tmp_path / "run") == numbers(tmp_path / "whole")
-    cursors = [row["cursor"] for row in numbers(tmp_path / "run")]
-    assert cursors == [4 * (i + 1) for i in range(48)]
-
-
 def test_a_run_killed_before_its_first_commit_is_begun_again(tmp_path, inputs):
     class KilledError(Exception):
         pass
@@ -128,27 +73,26 @@ def test_a_run_killed_before_its_first_commit_is_begun_again(tmp_path, inputs):
     assert [row["step"] for row in numbers(tmp_path / "run")] == [1, 2, 3]
 
 
-def test_sigterm_ends_the_run_after_its_commit(tmp_path, processes, inputs):
+def test_sigterm_ends_the_run_after_its_commit(tmp_path, children, inputs):
     config = run_config(*inputs, tmp_path / "run", train__steps=100_000)
     path = tmp_path / "run.yaml"
     path.write_text(config.to_json())
-    ready = processes.Event()
-    process = processes.Process(target=command, args=(["train", str(path)], ready))
-    process.start()
     metrics = tmp_path / "run" / run.METRICS_FILE
-    deadline = time.monotonic() + 120
-    while not metrics.exists() and process.is_alive() and time.monotonic() < deadline:
-        process.join(0.05)
-    os.kill(process.pid, signal.SIGTERM)
-    process.join(120)
-    assert process.exitcode == 130
+    ended = children.run(["tests.crash.test_resume:train_until_sigterm", path, metrics])
+    assert ended.code == 130
     last = numbers(tmp_path / "run")[-1]["step"]
     with open_reader(tmp_path / "run" / "store") as reader:
         assert reader.manifest.step == last
 
 
-def command(arguments: list[str], ready: Any) -> None:
+def train_until_sigterm(config: str, metrics: str) -> None:
+    """Run the command, and signal this process after its first step."""
     from megatrain.cli import cli
 
-    ready.set()
-    cli(arguments)
+    def send() -> None:
+        while not os.path.exists(metrics):
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=send, daemon=True).start()
+    cli(["train", config])

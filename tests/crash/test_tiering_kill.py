@@ -22,7 +22,7 @@ RECORDS = (
     small_record("a", "float32", 4097),
     small_record("b", "bfloat16", 10),
     small_record("c", "float32", 3, shared=True),
-    small_record("d", "float32", 8 * 4096 + 5, codec="blosc-lz4-bitshuffle"),
+    small_record("d", "float32", 2 * 4096 + 5, codec="blosc-lz4-bitshuffle"),
 )
 
 

@@ -139,6 +139,78 @@ def test_a_roll_back_keeps_every_other_state_and_moves_nothing(folder: Path) -> 
     assert {p: p.stat().st_mtime_ns for p in (store / "shards").iterdir()} == shards
 
 
+def _foreign(folder: Path) -> Path:
+    """Another store with the same records, which has come further."""
+    store = make_store(folder / "foreign", records=RECORDS)
+    with open_writer(store) as writer:
+        for seed in range(2, 9):
+            fill(writer, seed)
+    return store
+
+
+def _touch_all(store: Path, foreign: Path) -> None:
+    for number, path in enumerate(sorted(store.rglob("*"), reverse=True)):
+        os.utime(path, (10**9 + number, 10**9 + number), follow_symlinks=False)
+
+
+IGNORED: dict[str, Callable[[Path, Path], object]] = {
+    "times": _touch_all,
+    "its own manifest again, under a higher number": lambda store, foreign: shutil.copytree(
+        store / "manifests/2", store / "manifests/99"
+    ),
+    "another store's newest manifest": lambda store, foreign: shutil.copytree(
+        foreign / "manifests/8", store / "manifests/8"
+    ),
+}
+REFUSED: dict[str, tuple[Callable[[Path, Path], object], str]] = {
+    "its newest manifest under a higher number": (
+        lambda store, foreign: (store / "manifests/3").rename(store / "manifests/99"),
+        r"manifests/3/manifest\.json: missing, though .* lists .*\n"
+        r"generation 3 \(step 3\) is damaged; .*--generation 2 ",
+    ),
+    "another store's manifest in the place of its newest": (
+        lambda store, foreign: shutil.copytree(
+            foreign / "manifests/8", store / "manifests/3", dirs_exist_ok=True
+        ),
+        r"manifests/3/manifest\.json: found sha256 \w+, the root names \w+",
+    ),
+    "another store's root": (
+        lambda store, foreign: shutil.copy(foreign / "zarr.json", store),
+        r"drive\.json: belongs to drive 0 of store \w+, expected drive 0 of store \w+|"
+        r"manifests/8/manifest\.json: missing",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", IGNORED)
+def test_the_newest_generation_is_the_one_that_the_root_names_last(folder: Path, kind: str) -> None:
+    store, foreign = _three_generations(folder / "store"), _foreign(folder)
+    IGNORED[kind](store, foreign)
+    with open_reader(store) as reader:
+        assert reader.manifest.generation == 3
+        assert_state(reader, 3)
+    with open_newest_whole(store) as writer:
+        assert fill(writer, 4, retain=3).number == 4
+    _assert_whole(store, {2, 3, 4})
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_the_root_names_is_refused_if_it_is_of_another_store_or_elsewhere(
+    folder: Path, kind: str
+) -> None:
+    store, foreign = _three_generations(folder / "store"), _foreign(folder)
+    change, said = REFUSED[kind]
+    change(store, foreign)
+    for open_it in (open_reader, open_writer):
+        with pytest.raises(CorruptionError, match=said):
+            open_it(store)
+    if kind != "another store's root":
+        with open_newest_whole(store) as writer:
+            assert writer.manifest.generation == 2
+            writer.make_newest()
+        _assert_whole(store, {1, 4})
+
+
 def test_a_reader_of_the_generation_that_comes_back_is_not_disturbed(folder: Path) -> None:
     store = _three_generations(folder / "store")
     with open_reader(store, generation=1) as reader:

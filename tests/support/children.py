@@ -44,7 +44,7 @@ MODULES = (
     "megatrain.run",
 )
 _SAMPLE_NBYTES = 1 << 20  # how much a drive is measured with, instead of 64 MiB
-_ENTRIES = {
+COMMANDS = {
     "megatrain": "megatrain.cli:main",
     "megatrain-ckpt": "megatrain.ckpt_cli:main",
 }
@@ -150,7 +150,7 @@ def _serve(modules: Sequence[str]) -> None:
     os.dup2(2, 1)
     for module in modules:
         importlib.import_module(module)
-    _prepare()
+    prepare()
     shim = ctypes.CDLL(None)
     shim.iofault_last.restype = ctypes.c_char_p
     lanes = _LaneBoard()
@@ -161,7 +161,7 @@ def _serve(modules: Sequence[str]) -> None:
         print(json.dumps(_run(request, shim, lanes)), file=answers, flush=True)
 
 
-def _prepare() -> None:
+def prepare() -> None:
     """Do what every command would do again and what decides nothing."""
     from megatrain.optimizer import load_kernel
     from tiering import bandwidth
@@ -256,7 +256,7 @@ def _be_child(request: _Request, shim: Any, lanes: _LaneBoard, out: IO[str], err
             os.dup2(source.fileno(), number)
         faulthandler.dump_traceback_later(max(1.0, request.timeout_s - 5.0))
         _arm(request.kill, shim, lanes)
-        code = _exit_status(request.command)
+        code = exit_status(request.command)
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         sys.stdout.flush()
@@ -285,13 +285,13 @@ def _arm(kill: dict[str, Any] | None, shim: Any, lanes: _LaneBoard) -> None:
     lanes.watch(on_begun)
 
 
-def _exit_status(command: Sequence[str]) -> int:
+def exit_status(command: Sequence[str]) -> int:
     name, *words = command
-    module, _, function = _ENTRIES.get(name, name).partition(":")
+    module, _, function = COMMANDS.get(name, name).partition(":")
     try:
         sys.argv = [name, *words]
         entry = getattr(importlib.import_module(module), function)
-        entry(*(() if name in _ENTRIES else words))
+        entry(*(() if name in COMMANDS else words))
     except SystemExit as end:
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)

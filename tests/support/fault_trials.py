@@ -129,7 +129,6 @@ class Trial:
     number: int
     verdict: Verdict
     why: str = ""
-    met: int = 0
     call: str = ""
 
     def __str__(self) -> str:
@@ -150,7 +149,6 @@ def attempt(program: Program, children: Children, kind: FaultKind, number: int) 
         number=number,
         verdict=verdict,
         why=why,
-        met=ended.hits[0],
         call=ended.last,
     )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import importlib
 import json
 import os
@@ -169,6 +170,8 @@ def _main() -> None:
     for name in MODULES:
         importlib.import_module(name)
     load_kernel()  # once for all of them
+    gc.collect()
+    gc.freeze()  # no command walks through what was imported when it ends
     arguments = _serve(answers)
     if arguments is None:
         return

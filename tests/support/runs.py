@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from checkpoint.schema import SCHEMA_FILE, Schema
 from megatrain import run
@@ -19,6 +18,7 @@ from megatrain.metrics import MetricsLog
 from megatrain.planner import Plan
 from megatrain.train_state import TrainState
 from megatrain.trainer import Row, Stop
+from tests.support.hf_folders import make_llama
 from tiering.store import open_reader
 
 ROLES = ("master", "exp_avg", "exp_avg_sq")
@@ -57,21 +57,8 @@ def freeze_imports() -> None:
 
 def tiny_llama(folder: Path, *, tie: bool = False, **changes: Any) -> Path:
     """Write a small random Llama in bf16."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
+    make_llama(folder, tie=tie, **changes)
     freeze_imports()
-    torch.manual_seed(0)
-    sizes = {
-        "vocab_size": 96,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-    }
-    config = LlamaConfig(**(sizes | changes), tie_word_embeddings=tie)
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     return folder
 
 

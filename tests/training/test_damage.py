@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
+from click.testing import CliRunner
 
 from checkpoint.convert import convert
 from checkpoint.schema import SCHEMA_FILE, Schema
-from tests.support.runs import run_config, tiny_llama, token_rows, train
+from megatrain import run
+from megatrain.ckpt_cli import cli as ckpt
+from megatrain.cli import cli as megatrain
+from megatrain.trainer import Stop
+from tests.support.byte_map import byte_map
+from tests.support.runs import Quiet, run_config, tiny_llama, token_rows, train
+from tests.support.tiering_stores import small_chunks
 from tiering.errors import CorruptionError
 from tiering.store import open_reader
 
@@ -78,3 +88,68 @@ def test_what_is_carried_along_is_checked_when_a_run_reads_it(tmp_path):
     flip(store, f"{carried}.weights", offset=3)
     with pytest.raises(CorruptionError, match=r"carried\.F32"):
         train(run_config(store, token_rows(tmp_path / "rows.jsonl"), tmp_path / "run"))
+
+
+CODECS = {"nvme": None, "zarr": "blosc-zstd-shuffle"}
+
+
+def flip_element(store: Path, record: str) -> Path:
+    """Flip a bit in the middle of the first chunk of a record's last shard; return its file."""
+    shards = [f for f in byte_map(store).values() if f.regions and f.record == record]
+    shard, where = shards[-1], shards[-1].regions[0]
+    at = (where.start + where.stop) // 2
+    with shard.path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 4]))
+    return shard.path
+
+
+def refused(command: object, *arguments: object) -> str:
+    """Run a command that must end with 3, and return the line that it ends with."""
+    result = CliRunner().invoke(command, list(map(str, arguments)))
+    assert result.exit_code == 3, result.output
+    return next(line for line in result.stderr.splitlines() if line.startswith("error: "))
+
+
+@pytest.mark.parametrize("tier", CODECS)
+def test_train_ends_with_3_at_a_flipped_bit_and_has_committed_nothing(tmp_path, tier):
+    store = tmp_path / "store"
+    config = run_config(store, token_rows(tmp_path / "rows"), tmp_path / "run", memory__resident=1)
+    (tmp_path / "run.yaml").write_text(json.dumps(config.model_dump(mode="json")))
+    with small_chunks():
+        convert(tiny_llama(tmp_path / "m", num_hidden_layers=1), store, codec=CODECS[tier])
+        path = flip_element(store, "layer.000.master")
+        root = (store / "zarr.json").read_bytes()
+        said = refused(megatrain, "train", tmp_path / "run.yaml")
+    assert "drive 0" in said
+    assert str(path) in said
+    assert "layer.000.master" in said
+    assert (store / "zarr.json").read_bytes() == root
+
+
+@pytest.mark.parametrize("tier", CODECS)
+def test_resume_and_export_end_with_3_at_a_flipped_bit_and_leave_nothing(tmp_path, tier):
+    stop = Stop()
+    model = tiny_llama(tmp_path / "m", num_hidden_layers=1, tie=True)
+    config = run_config(
+        model,
+        token_rows(tmp_path / "rows"),
+        tmp_path / "run",
+        store__tier=tier,
+        train__dtype="bfloat16",
+    )
+    with small_chunks():
+        run.train(config, Quiet(lambda row: stop.request()), stop)
+        store = tmp_path / "run" / "store"
+        paths = [flip_element(store, f"outer_in.{role}") for role in ("weights", "exp_avg")]
+        root = (store / "zarr.json").read_bytes()
+        resumed = refused(ckpt, "resume", tmp_path / "run")
+        exported = refused(ckpt, "export", store, tmp_path / "out")
+    assert "drive 0" in resumed
+    assert any(str(path) in resumed for path in paths)
+    assert (store / "zarr.json").read_bytes() == root
+    assert "drive 0" in exported
+    assert str(paths[0]) in exported
+    assert not (tmp_path / "out").exists()

@@ -47,6 +47,7 @@ def plain_steps(model_dir: Path, rows: list[list[int]], fingerprint: str):
         yield total, norm, model
 
 
+@pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("tie", [False, True])
 def test_losses_norms_and_masters_equal_plain_training(tmp_path, tie):
     model = tiny_llama(tmp_path / "model", tie=tie)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -42,9 +43,9 @@ def checksums(store: Path) -> dict[str, Any]:
 DISK = {"memory__resident": 1, "memory__gradients": "disk"}
 MIXES = {
     "all in RAM": {"memory__ram": "6GiB"},
-    "all on disk": DISK | {"memory__ram": "1GiB"},
     "half and half": {"memory__ram": "3GiB", "memory__resident": "900MiB"},
-    "slabs smaller than the largest tensor": DISK | {"memory__ram": "1GiB", "memory__slab": "1MiB"},
+    # in slabs that are much smaller than the largest tensor; those of the others hold it
+    "all on disk": DISK | {"memory__ram": "1GiB", "memory__slab": "1MiB"},
 }
 
 
@@ -107,9 +108,10 @@ def test_with_all_state_on_disk_the_process_stays_below_900_mebibytes(tmp_path, 
     )
     path = tmp_path / "run.yaml"
     path.write_text(config.to_json())
-    done = subprocess.run(
-        [sys.executable, "-c", PEAK, path], cwd=REPOSITORY, capture_output=True, text=True
-    )
+    # with a thread for each core, as a user's run has them, also where tests share the cores
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+    command = [sys.executable, "-c", PEAK, path]
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     peak = 1024 * int(done.stdout.split("VmHWM:")[1].split()[0])
     assert peak <= 0.9 * GIB

@@ -1,176 +1,188 @@
-"""Any flipped bit in any file of any retained generation is found, and its place is named."""
+"""Whatever is wrong with one file of a retained generation is found, and its place is named.
+
+A sample; scripts/flip_bits.py does all of it to every file.
+"""
 
 from __future__ import annotations
 
-import os
 import random
-import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from checkpoint.convert import convert
-from checkpoint.verify import Finding, Findings, verify
-from tests.support.hf_folders import make_llama
-from tests.support.tiering_stores import memory_folder, put, small_chunks
-from tiering.store import open_reader, open_writer
+from checkpoint.verify import verify
+from megatrain import run
+from megatrain.trainer import Stop
+from tests.support.bad_bytes import (
+    KINDS,
+    Damage,
+    Trained,
+    bits,
+    flip,
+    judge,
+    make_trained,
+    other_damage,
+    wrong_names,
+)
+from tests.support.byte_map import Region, StoreFile, byte_map, unused_files
+from tests.support.runs import Quiet
+from tests.support.tiering_stores import memory_folder, small_chunks
+from tiering.store import open_reader
 
 
-@pytest.fixture(scope="module", params=[None, "blosc-zstd-shuffle"], ids=["plain", "encoded"])
-def store(request: pytest.FixtureRequest) -> Iterator[Path]:
-    """A store with two generations in two slots on two drives; no slot is free."""
+@pytest.fixture(scope="module")
+def trained() -> Iterator[Trained]:
+    """A store with raw and encoded shards on three drives, and tied embeddings."""
     with small_chunks(), memory_folder() as folder:
-        for name in ("a", "b"):
-            (folder / name).mkdir()
-        make_llama(folder / "model", num_hidden_layers=1, vocab_size=301)
-        drives = [folder / "a", folder / "b"]
-        convert(folder / "model", folder / "store", drives=drives, codec=request.param)
-        _commit_another(folder / "store")
-        assert _found(folder / "store").ok
-        yield folder / "store"
+        folder.chmod(0o755)  # for whoever may not read the files
+        yield make_trained(folder, KINDS["fp32; raw, blosc-zstd-shuffle"])
 
 
-def _commit_another(store: Path) -> None:
-    rng = np.random.default_rng(3)
-    with open_writer(store) as writer:
-        writer.ensure_slots(2)
-        slot = writer.begin()
-        tables = {
-            record.name: put(writer, slot, record, rng.integers(0, 256, record.nbytes, np.uint8))
-            for record in writer.records.values()
-        }
-        writer.commit(step=1, train_state={}, checksums=tables, retain=2)
+@pytest.fixture
+def store(trained: Trained) -> Iterator[Path]:
+    """The store, which every test leaves as it was."""
+    yield trained.store
+    assert verify(trained.store, deep=True).ok
 
 
-def _found(store: Path) -> Findings:
-    return verify(store, deep=True)
+def files_of(store: Path) -> list[StoreFile]:
+    return list(byte_map(store).values())
 
 
-def _files(store: Path) -> list[Path]:
-    drives = [path.resolve() for path in (store / "drives").iterdir()]
-    inside = [path for path in store.rglob("*") if path.name != "LOCK"]
-    return sorted(
-        path
-        for path in (*inside, *(path for drive in drives for path in drive.iterdir()))
-        if path.is_symlink() or path.is_file()
-    )
+def assert_found_and_named(store: Path, damage: Damage) -> str:
+    verdict = judge(store, damage)
+    assert verdict.stage, damage
+    assert not verdict.wrong, damage
+    return verdict.stage
 
 
-@contextmanager
-def _flipped(path: Path, bit: int) -> Iterator[None]:
-    """Flip one bit of a file, or of what a link says, for a while."""
-    if path.is_symlink():
-        before = os.readlink(path)
-        data = bytearray(before.encode())
-        data[bit // 8] ^= 1 << bit % 8
-        if not all(data):  # a link cannot hold a zero byte
-            data[bit // 8] = 1
-        path.unlink()
-        os.symlink(bytes(data), os.fsencode(path))
-        yield
-        path.unlink()
-        path.symlink_to(before)
-        return
-    kept = path.read_bytes()
-    data = bytearray(kept)
-    data[bit // 8] ^= 1 << bit % 8
-    path.write_bytes(data)
-    yield
-    path.write_bytes(kept)
-
-
-def _bits(path: Path) -> int:
-    return 8 * (len(os.readlink(path)) if path.is_symlink() else path.stat().st_size)
-
-
-def _assert_named(path: Path, bit: int, findings: Sequence[Finding], store: Path) -> None:
-    named = [f for f in findings if f.file == str(path)]
-    assert named, f"{path}, bit {bit}: {findings}"
-    finding, drive = named[0], _drive_of(path, store)
-    if drive is None or path.name == "drive.json":
-        return
-    slot, rest = path.name.split(".", 1)
-    record = rest.rpartition(".")[0]
-    assert f"{finding.unit}.{finding.role}" == record
-    assert (finding.drive, finding.generation) == (drive, int(slot) + 1)
-    assert finding.offset is not None
-    with open_reader(store, generation=finding.generation) as reader:
-        chunks = [c for c in reader.chunks(record) if c.path == path and c.offset is not None]
-    inside = [c for c in chunks if c.offset <= bit // 8 < c.offset + c.nbytes]
-    if inside:
-        assert finding.offset == inside[0].offset
-        assert finding.tensors
-    elif chunks:
-        assert finding.offset == bit // 8
-    else:
-        assert finding.offset <= bit // 8
-
-
-def _drive_of(path: Path, store: Path) -> int | None:
-    for link in (store / "drives").iterdir():
-        if path.parent == link.resolve() and path != link:
-            return int(link.name)
-    return None
-
-
-def test_a_flipped_bit_in_each_file_is_found_and_named(store: Path) -> None:
+def test_a_flipped_bit_in_each_kind_of_file_is_found_and_named(store: Path) -> None:
     rng = random.Random(1)
-    files = _files(store)
-    kinds = {path.name if _drive_of(path, store) is None else "shard" for path in files}
-    assert {"zarr.json", "manifest.json", "checksums.bin", "schema.json", "shard"} <= kinds
-    for path in files:
-        bit = rng.randrange(_bits(path))
-        with _flipped(path, bit):
-            findings = _found(store).findings
-        _assert_named(path, bit, findings, store)
-    assert _found(store).ok
+    files = files_of(store)
+    rng.shuffle(files)
+    for file in {file.kind: file for file in files if not file.regions}.values():
+        assert_found_and_named(store, flip(file, rng.randrange(bits(file))))
+    parts: dict[tuple[str, str], tuple[StoreFile, Region]] = {
+        (file.kind, region.what): (file, region) for file in files for region in file.regions
+    }
+    stages = {}
+    for what, (file, region) in parts.items():
+        byte = rng.randrange(region.start, region.stop)
+        stages[what] = assert_found_and_named(store, flip(file, 8 * byte + rng.randrange(8)))
+    assert stages == {
+        ("shard", "chunk"): "first read",
+        ("shard", "padding"): "verify --deep",
+        ("shard", "index"): "verify --deep",
+        ("encoded shard", "chunk"): "first read",
+        ("encoded shard", "index"): "first read",
+    }
 
 
-def test_many_random_flips_at_once_are_all_found_and_named(store: Path) -> None:
+def test_flipped_bits_in_all_shards_at_once_are_all_named(store: Path) -> None:
     rng = random.Random(2)
-    shards = [path for path in _files(store) if _drive_of(path, store) is not None]
-    shards = [path for path in shards if path.name != "drive.json"]
-    for _ in range(500 // len(shards)):
-        bits = {path: rng.randrange(_bits(path)) for path in shards}
-        originals = {path: path.read_bytes() for path in shards}
-        for path, bit in bits.items():
-            data = bytearray(originals[path])
-            data[bit // 8] ^= 1 << bit % 8
-            path.write_bytes(data)
-        findings = _found(store).findings
-        for path, data in originals.items():
-            path.write_bytes(data)
-        for path, bit in bits.items():
-            _assert_named(path, bit, findings, store)
-    assert _found(store).ok
+    shards = [file for file in files_of(store) if file.regions]
+    for _ in range(5):
+        flips = [flip(file, rng.randrange(bits(file))) for file in shards]
+        with ExitStack() as stack:
+            for damage in flips:
+                stack.enter_context(damage.applied())
+            named = wrong_names(store, flips)
+        assert not named
 
 
-def test_every_bit_of_the_small_files_is_looked_at(store: Path) -> None:
+def test_every_byte_of_the_small_files_is_looked_at(store: Path) -> None:
     """Root, labels and the group above the slots: nothing else vouches for them."""
     rng = random.Random(4)
-    labels = [link.resolve() / "drive.json" for link in (store / "drives").iterdir()]
-    for path in (store / "zarr.json", store / "slots" / "zarr.json", *labels):
-        for bit in rng.sample(range(_bits(path)), 60):
-            with _flipped(path, bit):
+    kinds = ("root", "label of a drive", "group")
+    for file in (file for file in files_of(store) if file.kind in kinds and not file.generations):
+        for bit in rng.sample(range(bits(file)), 25):
+            with flip(file, bit).applied():
                 result = verify(store)
-            assert str(path) in {finding.file for finding in result.findings}, bit
+            assert str(file.path) in {finding.file for finding in result.findings}, bit
 
 
-@pytest.mark.parametrize("pattern", ["0.*.master.0", "0.outer_in.*.0"])
-def test_exchanged_files_of_equal_length_are_found(store: Path, pattern: str) -> None:
-    drives = [link.resolve() for link in (store / "drives").iterdir()]
-    first = next(path for drive in drives for path in sorted(drive.glob(pattern)))
-    second = first.with_name(f"1.{first.name[2:]}")
-    if first.stat().st_size != second.stat().st_size:
-        pytest.skip("encoded: their lengths differ, which is found without reading")
-    other = first.with_name("other")
-    for source, target in ((first, other), (second, first), (other, second)):
-        shutil.move(source, target)
-    named = {finding.file for finding in _found(store).findings}
-    for source, target in ((first, other), (second, first), (other, second)):
-        shutil.move(source, target)
-    assert {str(first), str(second)} <= named
-    assert _found(store).ok
+WHATS = (
+    "deleted",
+    "a byte too short",
+    "a byte too long",
+    "all zeros",
+    "a hole",
+    "may not be read",
+    "as a generation earlier",
+    "exchanged",
+)
+
+
+@pytest.mark.parametrize("what", WHATS)
+def test_other_damage_is_found_and_named(store: Path, what: str) -> None:
+    damages = [damage for damage in other_damage(store) if damage.what == what]
+    for damage in random.Random(what).sample(damages, 2):
+        assert_found_and_named(store, damage)
+
+
+def test_a_root_that_is_gone_is_damage_and_not_the_lack_of_a_store(store: Path) -> None:
+    [root] = [file for file in files_of(store) if file.kind == "root"]
+    [gone] = [d for d in other_damage(store) if d.what == "deleted" and d.files == (root,)]
+    assert assert_found_and_named(store, gone) == "open"
+
+
+def test_a_link_to_the_wrong_drive_is_named_and_not_the_shard(store: Path) -> None:
+    link = next(file for file in files_of(store) if file.kind == "link to a shard")
+    digit = str(link.path.readlink()).index("drives/") + len("drives/")
+    damage = flip(link, 8 * digit)  # 0 and 1 differ in the last bit, and so do 2 and 3
+    assert_found_and_named(store, damage)
+
+
+def test_an_older_root_is_taken_for_damage_as_it_lists_what_was_dropped(trained: Trained) -> None:
+    path = trained.store / "zarr.json"
+    newest = path.read_bytes()
+    path.write_bytes(trained.old_root)
+    result = verify(trained.store)
+    path.write_bytes(newest)
+    assert not result.ok
+    assert verify(trained.store).ok
+
+
+def test_what_no_generation_consists_of_means_nothing_and_is_made_anew(trained: Trained) -> None:
+    rng = random.Random(7)
+    unused = unused_files(trained.store)
+    assert {"LOCK", "zarr.json"} < {path.name for path in unused}
+    for path in unused:
+        flip_in_place(path, rng.randrange(size(path)))
+    assert verify(trained.store, deep=True).ok
+    go_on(trained, steps=4)
+    assert verify(trained.store, deep=True).ok
+
+
+def test_what_a_commit_does_not_write_is_looked_at_before_a_slot_is_used(
+    trained: Trained, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The index of a raw shard, and the zeros before it, are as old as its slot."""
+    unused = unused_files(trained.store)
+    path = next(path for path in unused if path.name.endswith(".layer.000.master.0"))
+    flip_in_place(path, size(path) - 10)
+    assert verify(trained.store, deep=True).ok
+    go_on(trained, steps=5)
+    assert f"{path} at offset {size(path) - 10}" in caplog.text
+    assert verify(trained.store, deep=True).ok
+
+
+def go_on(trained: Trained, *, steps: int) -> None:
+    changed = [f"train.steps={steps}"]
+    run.resume(Path(trained.run.out), changed, Quiet(), Stop(), allow_changes=True)
+    with open_reader(trained.store) as reader:
+        assert reader.manifest.step == steps
+
+
+def size(path: Path) -> int:
+    return path.stat().st_size
+
+
+def flip_in_place(path: Path, at: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))

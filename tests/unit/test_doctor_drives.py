@@ -111,19 +111,19 @@ def test_copy_on_write_is_named_unless_it_is_off(tmp_path):
     assert not copies_on_write(tmp_path, mount("btrfs", "nodatacow"))
     assert copies_on_write(tmp_path, mount("zfs"))
     assert copies_on_write(tmp_path, mount("nfs4")) is None
-    (found,) = filesystem_findings(tmp_path, copying, copies=True)
+    (found,) = filesystem_findings(copying, copies=True)
     assert found.verdict is Verdict.WARNING
     assert "chattr +C" in found.advice
 
 
-def test_what_an_unknown_file_system_promises_is_unknown(tmp_path):
+def test_what_an_unknown_file_system_promises_is_unknown():
     for filesystem in ("nfs4", "fuse.sshfs", "overlay", "neverheardof"):
-        (found,) = filesystem_findings(tmp_path, mount(filesystem), copies=None)
+        (found,) = filesystem_findings(mount(filesystem), copies=None)
         assert found.verdict is Verdict.UNKNOWN
 
 
-def test_a_mount_without_barriers_loses_commits(tmp_path):
-    found = list(filesystem_findings(tmp_path, mount("ext4", "nobarrier"), copies=False))
+def test_a_mount_without_barriers_loses_commits():
+    found = list(filesystem_findings(mount("ext4", "nobarrier"), copies=False))
     assert [f.verdict for f in found] == [Verdict.OK, Verdict.PROBLEM]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from tests.support.golden import STORE
 from tiering import manifest, records, small_files
 from tiering.checksum import crc32c
 from tiering.codecs import Codec, inner_codecs
-from tiering.drives import expected_label
+from tiering.labels import Owner, expected_label
 from tiering.records import ITEMSIZE, Record
 from tiering.zarr_documents import array_document, shard_index
 
@@ -45,7 +46,7 @@ WRITTEN = {
     "a manifest": MANIFEST,
     "a record": first(MANIFEST["records"]),
     "an array": json.loads(array_document(Record(name="a", dtype="float32", length=1))),
-    "a label": json.loads(expected_label("0" * 32, 0)),
+    "a label": json.loads(expected_label("0" * 32, 0, Owner(store=Path("/"), folder=""))),
     "a tensor": first(ARRAY["attributes"]["tensors"]),
     "the schema": SCHEMA,
     "a unit": first(SCHEMA["units"]),

@@ -151,8 +151,6 @@ def is_free(name: str, path: tuple[Any, ...], value: str) -> bool:
         return value in ("{}", '{"": 0}')
     if path == ("units", 5, "tensors", 0, "name"):
         return value.startswith('"')
-    if "files" in path and len(path) == 2:
-        return value.startswith('"')
     return name == "schema" and empty.get(path[-1]) == value
 
 

@@ -236,7 +236,7 @@ FILES: dict[str, tuple[Change, tuple[str, ...]]] = {
     ),
     "array without attributes": (
         lambda s: hostile.edit_array(s, "outer_in.master", lambda d: d.pop("attributes")),
-        ("slots/2/outer_in.master/zarr.json: attributes: found 'nothing'",),
+        ("slots/2/outer_in.master/zarr.json: attributes: missing",),
     ),
     "array metadata is a FIFO": (
         lambda s: hostile.fifo(s / "slots/2/outer_in.master/zarr.json"),

@@ -11,7 +11,7 @@ from megatrain.ops import Kind, Lane, Op
 
 
 @pytest.fixture
-def lanes():
+def lanes(two_threads):
     made = CpuLanes()
     yield made
     made.close()

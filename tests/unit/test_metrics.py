@@ -65,5 +65,5 @@ def test_a_run_without_rows_has_nothing_to_drop(tmp_path: Path):
 
 def test_a_file_that_cannot_be_written_is_a_storage_error(tmp_path: Path):
     (tmp_path / "metrics.jsonl").mkdir()
-    with pytest.raises(StorageError, match=r"cannot write .*metrics\.jsonl: Is a directory"):
+    with pytest.raises(StorageError, match=r"cannot open .*metrics\.jsonl: Is a directory"):
         MetricsLog(tmp_path / "metrics.jsonl").append({"step": 1})

@@ -18,6 +18,7 @@ from megatrain.cli import cli
 from megatrain.config import RunConfig
 from megatrain.trainer import Stop
 from tests.support.runs import Quiet, numbers, run_config, tiny_llama, token_rows, train
+from tiering.attaching import attach_drives
 from tiering.errors import RefusedError
 
 Inputs = tuple[Path, Path]
@@ -82,7 +83,10 @@ def test_a_copy_that_shares_its_shards_is_refused(tmp_path, inputs):
     shutil.copytree(config.out, tmp_path / "new", symlinks=True)
     with pytest.raises(RefusedError, match=r"new/store is a copy of .*old/store, and both"):
         resume(tmp_path / "new")
-    shutil.rmtree(config.out)  # then it is the only one
+    shutil.rmtree(config.out)  # then it is the only one, as far as can be seen
+    with pytest.raises(RefusedError, match=r"old/store, which is not there now"):
+        resume(tmp_path / "new")
+    attach_drives(tmp_path / "new" / "store", [tmp_path / "drive"])
     assert resume(tmp_path / "new").out == tmp_path / "new"
 
 

@@ -28,8 +28,6 @@ from tiering.backends.driver import find_driver
 from tiering.backends.open_files import OpenFiles
 from tiering.backends.posix import (
     OPEN_FILES,
-    REQUEST_NBYTES,
-    THREADS_PER_DRIVE,
     File,
     PosixBackend,
     require_aligned,
@@ -39,6 +37,8 @@ from tiering.records import ALIGNMENT
 
 _log = logging.getLogger(__name__)
 
+THREADS = 2
+_TASK_NBYTES = 8 << 20
 _TRIAL_NBYTES = 4 << 20
 _NVIDIA_FS = Path("/proc/driver/nvidia-fs")
 _UDEV = Path("/run/udev")
@@ -79,7 +79,7 @@ class KvikioBackend:
         *,
         writable: bool,
         drives: int = 1,
-        threads: int = THREADS_PER_DRIVE,
+        threads: int = THREADS,
         open_files: int = OPEN_FILES,
     ) -> None:
         _tune(threads * drives)
@@ -275,7 +275,7 @@ def _tune(threads: int) -> None:
         kvikio.defaults.set("compat_mode", kvikio.CompatMode.ON)
     kvikio.defaults.set(
         {
-            "task_size": REQUEST_NBYTES,
+            "task_size": _TASK_NBYTES,
             "auto_direct_io_read": True,
             "auto_direct_io_write": True,
         }

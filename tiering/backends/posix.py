@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import queue
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -16,8 +17,8 @@ from tiering.backends.open_files import OpenFiles
 from tiering.errors import StorageError
 from tiering.records import ALIGNMENT
 
-REQUEST_NBYTES = 8 << 20
-THREADS_PER_DRIVE = 2
+PIECE_NBYTES = 1 << 20  # many small pieces keep a drive busier than few large ones
+THREADS_PER_DRIVE = 32
 OPEN_FILES = 512
 
 File = Path | int  # a path, or a descriptor that the caller keeps open
@@ -32,9 +33,9 @@ def address_of(view: memoryview) -> int:
 class PosixBackend:
     """Moves bytes between buffers and the files of one drive. Thread-safe.
 
-    Requests are cut into pieces of at most 8 MiB that ``threads`` threads work on; every piece
-    moves completely or its error reaches the future. A direct backend takes only offsets, lengths
-    and addresses that are multiples of ``alignment``; a buffered one takes any.
+    ``threads`` threads work on the pieces of all requests; each request moves completely or its
+    error reaches the future. A direct backend takes only offsets, lengths and addresses that are
+    multiples of ``alignment``; a buffered one takes any.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class PosixBackend:
         flags = os.O_CLOEXEC | (os.O_RDWR if writable else os.O_RDONLY)
         flags |= os.O_DIRECT if direct else 0
         self._files = OpenFiles(lambda path: os.open(path, flags), os.close, open_files)
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix=f"posix-{name}")
+        self._workers = _Workers(threads, f"posix-{name}")
 
     @property
     def alignment(self) -> int:
@@ -82,7 +83,7 @@ class PosixBackend:
     def close(self) -> None:
         """Wait for what is in flight and close every file; later transfers raise."""
         self._closed = True
-        self._threads.shutdown(wait=True)
+        self._workers.close()
         self._files.close()
 
     def _submit(
@@ -92,50 +93,146 @@ class PosixBackend:
             raise ValueError(f"cannot {action} {_path_of(path)}: the drive was closed")
         view = view.cast("B")
         require_aligned(path, offset, view, self.alignment)
-        pieces = [
-            self._submit_piece(action, move, path, offset + at, view[at : at + REQUEST_NBYTES])
-            for at in range(0, len(view), REQUEST_NBYTES)
-        ]
-        return pieces[0] if len(pieces) == 1 else joined(pieces, offset, len(view))
+        ended = fsops.begin_write(path, offset, view) if action == "write" else None
+        request = _Request(action, move, path, offset, view, self._alignment, self._files, ended)
+        self._workers.put(request.work, max(1, -(-len(view) // PIECE_NBYTES)))
+        return request.future
 
-    def _submit_piece(
-        self, action: str, move: _Move, file: File, offset: int, view: memoryview
-    ) -> Future[int]:
-        ended = fsops.begin_write(file, offset, view) if action == "write" else None
-        return self._threads.submit(self._transfer, action, move, file, offset, view, ended)
 
-    def _transfer(
+class _Workers:
+    """Threads that are started as they are needed and do what is put before them, in order."""
+
+    def __init__(self, most: int, name: str) -> None:
+        self._most = most
+        self._name = name
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._asked = 0  # works that have not ended
+        self._guard = threading.Lock()
+
+    def put(self, work: Callable[[], None], times: int) -> None:
+        """Have up to ``times`` threads do ``work``, which raises nothing, side by side."""
+        times = min(times, self._most)
+        with self._guard:
+            self._asked += times
+            for number in range(len(self._threads), min(self._most, self._asked)):
+                name = f"{self._name}_{number}"
+                thread = threading.Thread(target=self._run, name=name, daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        for _ in range(times):
+            self._work.put(work)
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            work()
+            with self._guard:
+                self._asked -= 1
+
+    def close(self) -> None:
+        """Return when all that was put is done and the threads have ended."""
+        for _ in self._threads:
+            self._work.put(None)
+        for thread in self._threads:
+            thread.join()
+
+
+class _Request:
+    """One transfer. Threads take one piece of it after another; who ends the last ends it all."""
+
+    def __init__(
         self,
         action: str,
         move: _Move,
         file: File,
         offset: int,
         view: memoryview,
+        alignment: int,
+        files: OpenFiles[int],
         ended: fsops.Ended | None,
-    ) -> int:
-        wanted = len(view)
+    ) -> None:
+        self.future: Future[int] = Future()
+        self.future.set_running_or_notify_cancel()
+        self._action, self._move, self._file, self._files = action, move, file, files
+        self._offset, self._view, self._nbytes = offset, view, len(view)
+        self._alignment = alignment
+        self._ended = ended
+        self._guard = threading.Lock()
+        self._next = 0
+        self._moving = 0
+        self._errors: dict[int, BaseException] = {}
+
+    def work(self) -> None:
+        """Move pieces until none is left to take."""
         with ExitStack() as stack:
-            try:
-                fd = file if isinstance(file, int) else stack.enter_context(self._files.lease(file))
-            except OSError as error:
-                raise _failed("open", file, error.errno or 0, offset, wanted, 0) from error
-            done = 0
-            while done < wanted:
-                moved, code = _move_once(move, fd, view[done:], offset + done, self.alignment)
-                done += moved
-                if moved == 0:
-                    raise _failed(action, file, code, offset + done, wanted, done)
-        if ended is not None:
-            ended()  # here, so that whoever waits for the future comes after it
-        return done
+            fd: int | None = None
+            while (at := self._take()) is not None:
+                error: BaseException | None = None
+                try:
+                    fd = self._open(at, stack) if fd is None else fd
+                    self._move_piece(fd, at)
+                except BaseException as caught:  # noqa: BLE001  a thread's edge: told to the waiter
+                    error = caught
+                self._end(at, error)
 
+    def _take(self) -> int | None:
+        """Return where the next piece begins; after an error nothing more is begun."""
+        with self._guard:
+            if self._errors or self._next >= max(1, self._nbytes):
+                return None
+            at, self._next = self._next, self._next + PIECE_NBYTES
+            self._moving += 1
+            return at
 
-def _failed(
-    action: str, file: File, code: int, offset: int, wanted: int, moved: int
-) -> StorageError:
-    return StorageError(
-        action, _path_of(file), errno=code, offset=offset, wanted=wanted, moved=moved
-    )
+    def _open(self, at: int, stack: ExitStack) -> int:
+        if isinstance(self._file, int):
+            return self._file
+        try:
+            return stack.enter_context(self._files.lease(self._file))
+        except OSError as error:
+            raise self._failed("open", error.errno or 0, at) from error
+
+    def _move_piece(self, fd: int, at: int) -> None:
+        view = self._view[at : at + PIECE_NBYTES]
+        done = 0
+        while done < len(view):
+            begin = self._offset + at + done
+            moved, code = _move_once(self._move, fd, view[done:], begin, self._alignment)
+            done += moved
+            if moved == 0:
+                raise self._failed(self._action, code, at + done)
+
+    def _end(self, at: int, error: BaseException | None) -> None:
+        with self._guard:
+            self._moving -= 1
+            if error is not None:
+                self._errors[at] = error
+            if self._moving or (self._next < self._nbytes and not self._errors):
+                return
+        self._finish()
+
+    def _finish(self) -> None:
+        del self._view  # nothing is borrowed any more once the future has ended
+        try:
+            if self._errors:
+                raise self._errors[min(self._errors)]
+            if self._ended is not None:
+                self._ended()  # here, so that whoever waits for the future comes after it
+        except BaseException as error:  # noqa: BLE001  a thread's edge: told to the waiter
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(self._nbytes)
+
+    def _failed(self, action: str, code: int, moved: int) -> StorageError:
+        """Return the error of a transfer of which ``moved`` bytes came before it."""
+        return StorageError(
+            action,
+            _path_of(self._file),
+            errno=code,
+            offset=self._offset + moved,
+            wanted=self._nbytes,
+            moved=moved,
+        )
 
 
 def _move_once(

@@ -19,12 +19,13 @@ import numpy as np
 
 from tiering import fsops
 from tiering.backends.open_files import OpenFiles
-from tiering.backends.posix import OPEN_FILES, THREADS_PER_DRIVE, joined
+from tiering.backends.posix import OPEN_FILES, joined
 from tiering.backends.zarr_shards import DecodedChunks, OpenShard, Scratch
 from tiering.checksum import crc32c
 from tiering.codecs import Place, ShardSpec, encode_index
 from tiering.errors import StorageError
 
+THREADS = 2
 _BLOCK_NBYTES = 64 << 10
 _log = logging.getLogger(__name__)
 
@@ -131,7 +132,7 @@ class Zarr3Backend:
     What a file is must be told with ``describe`` first. Any range can be read. A file is written
     from its first byte to its last, in order, in pieces of any size, and takes the place of the
     old one in one step when the last byte has come; a write at offset 0 begins anew. Until then
-    reads see the old file.
+    reads see the old file. Errors name ``drive``.
 
     Memory: one decoded chunk for each file being written, and for each of ``threads`` threads one
     encoded chunk and one decoded chunk of which only a part was read.
@@ -142,10 +143,12 @@ class Zarr3Backend:
         name: str,
         *,
         writable: bool,
-        threads: int = THREADS_PER_DRIVE,
+        drive: int | None = None,
+        threads: int = THREADS,
         open_files: int = OPEN_FILES,
     ) -> None:
         self._name = name
+        self._drive = drive
         self._writable = writable
         self._guard = threading.Lock()
         self._files: dict[Path, _File] = {}
@@ -193,7 +196,19 @@ class Zarr3Backend:
         return joined(pieces, offset, len(view))
 
     def _open_shard(self, path: Path) -> OpenShard:
-        return OpenShard(path, self._files[path].spec, self._scratch)
+        return OpenShard(path, self._files[path].spec, self._scratch, self._drive)
+
+    def place(self, path: Path, chunk: int) -> Place | None:
+        """Return offset and length of an encoded chunk in its file; None if it is absent.
+
+        Raises:
+            CorruptionError: The file's index is damaged.
+            StorageError: The file is missing or cannot be read.
+        """
+        with self._guard:
+            self._described("look into", path)
+        with self._open.lease(path) as shard:
+            return shard.place(chunk)
 
     def _submit_pieces(
         self, path: Path, spec: ShardSpec, offset: int, view: memoryview

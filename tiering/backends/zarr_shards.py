@@ -36,9 +36,14 @@ class OpenShard:
     Offsets in its errors are those of the file.
     """
 
-    def __init__(self, path: Path, spec: ShardSpec, scratch: Scratch) -> None:
+    def __init__(
+        self, path: Path, spec: ShardSpec, scratch: Scratch, drive: int | None = None
+    ) -> None:
         self._path = path
         self._spec = spec
+        self._drive = drive
+        on = "" if drive is None else f"drive {drive}: "
+        self._where = f"{on}{spec.name} ({path})"
         self._scratch = scratch
         self._guard = threading.Lock()
         self._fd = -1
@@ -66,6 +71,16 @@ class OpenShard:
         else:
             self._read_encoded(chunk, *place, out)
 
+    def place(self, chunk: int) -> Place | None:
+        """Return where the encoded ``chunk`` lies in the file; None if it is absent.
+
+        Raises:
+            CorruptionError: The index is damaged.
+            StorageError: The file is missing or cannot be read.
+        """
+        self._open()
+        return self._places[chunk]
+
     def _open(self) -> None:
         """Open the file and read its index, once."""
         with self._guard:
@@ -78,7 +93,8 @@ class OpenShard:
 
     def _read_plain(self, chunk: int, offset: int, nbytes: int, out: memoryview) -> None:
         if nbytes != len(out) + CRC_NBYTES:
-            raise self._damaged(chunk, offset, f"{nbytes} B instead of {len(out) + CRC_NBYTES}")
+            wanted = len(out) + CRC_NBYTES
+            raise self._damaged(chunk, offset, nbytes, f"{nbytes} B instead of {wanted}")
         crc = memoryview(bytearray(CRC_NBYTES))
         self._fill([out, crc], offset)
         self._check_crc(chunk, offset, out, crc)
@@ -91,21 +107,27 @@ class OpenShard:
         try:
             self._spec.codec.decompress(data, out)
         except ValueError as error:
-            raise self._damaged(chunk, offset, f"{self._spec.codec}: {error}") from error
+            what = f"{self._spec.codec}: {error}"
+            raise self._damaged(chunk, offset, nbytes, what) from error
 
     def _check_crc(self, chunk: int, offset: int, data: memoryview, crc: memoryview) -> None:
         (expected,) = struct.unpack("<I", crc)
         found = crc32c(data)
         if found != expected:
             sums = f"crc32c is {found:08x}, the file says {expected:08x}"
-            raise self._damaged(chunk, offset, sums)
+            raise self._damaged(chunk, offset, len(data) + len(crc), sums)
 
-    def _damaged(self, chunk: int, offset: int, what: str) -> CorruptionError:
+    def _damaged(self, chunk: int, offset: int, nbytes: int, what: str) -> CorruptionError:
+        what = f"chunk {chunk} at offset {offset} is damaged: {what}"
+        return self._corruption(f"{self._where}: {what}", offset, nbytes)
+
+    def _corruption(self, what: str, offset: int | None, nbytes: int | None) -> CorruptionError:
         return CorruptionError(
-            f"{self._spec.name} ({self._path}): chunk {chunk} at offset {offset} is damaged: "
-            f"{what}",
+            what,
             file=self._path,
+            drive=self._drive,
             offset=offset,
+            nbytes=nbytes,
             record=self._spec.array,
         )
 
@@ -113,25 +135,17 @@ class OpenShard:
         with self._reading("read", 0):
             nbytes = os.fstat(self._fd).st_size
         start = nbytes - self._spec.index_nbytes
-        where = f"{self._spec.name} ({self._path})"
         if start < 0:
-            raise CorruptionError(
-                f"{where} is truncated: {nbytes} B, its index alone has "
-                f"{self._spec.index_nbytes} B",
-                file=self._path,
-                record=self._spec.array,
-            )
+            wanted = f"its index alone has {self._spec.index_nbytes} B"
+            what = f"{self._where} is truncated: {nbytes} B, {wanted}"
+            raise self._corruption(what, None, None)
         data = bytearray(self._spec.index_nbytes)
         self._fill([memoryview(data)], start)
         try:
             return decode_index(self._spec, data, start)
         except CorruptionError as error:
-            raise CorruptionError(
-                f"{where}: index at offset {start} is damaged: {error}",
-                file=self._path,
-                offset=start,
-                record=self._spec.array,
-            ) from error
+            what = f"{self._where}: index at offset {start} is damaged: {error}"
+            raise self._corruption(what, start, len(data)) from error
 
     def _fill(self, views: list[memoryview], offset: int) -> None:
         """Read exactly ``views`` from ``offset``."""
