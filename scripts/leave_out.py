@@ -178,9 +178,10 @@ def called(node: ast.AST) -> Iterator[str]:
 def callee(call: ast.Call) -> str | None:
     if isinstance(call.func, ast.Name):  # replace with keywords is that of dataclasses
         return None if call.func.id == "replace" and call.keywords else call.func.id
-    if isinstance(call.func, ast.Attribute):
-        if call.func.attr in WAITS or RECEIVERS.match(ast.unparse(call.func.value)):
-            return call.func.attr
+    if isinstance(call.func, ast.Attribute) and (
+        call.func.attr in WAITS or RECEIVERS.match(ast.unparse(call.func.value))
+    ):
+        return call.func.attr
     return None
 
 
