@@ -112,11 +112,11 @@ class Search:
             ]
             pending = [effect for effect, settled in begun if not settled]
             if killed:
-                found = choices_after_kill(pending, killed)
+                found = choices_after_kill(pending, killed, self.bounds, chance)
             else:
                 found = choices(pending, self.bounds, chance)
             for text, choice in found:
-                if not telling(text) and chance.random() >= self.bounds.drawn:
+                if not killed and not telling(text) and chance.random() >= self.bounds.drawn:
                     continue
                 self.count.images += 1
                 self._try(history, time, text, history.tree(_chosen(begun, choice)))
@@ -179,16 +179,20 @@ def choices(
         yield _words(pending, drawn), drawn
 
 
-def choices_after_kill(pending: Sequence[Effect], killed: int) -> Iterator[tuple[str, Choice]]:
+def choices_after_kill(
+    pending: Sequence[Effect], killed: int, bounds: Bounds, chance: random.Random
+) -> Iterator[tuple[str, Choice]]:
     """Yield in which ways something is lost that was visible when a process was killed."""
+    n = len(pending)
     old = tuple(effect.begin <= killed for effect in pending)
-    if any(old):
-        yield "all lost", (False,) * len(pending)
-        yield "all lost that was there before", tuple(not was for was in old)
-        for k, effect in enumerate(pending):
-            if old[k] and effect.names:
-                yield f"all lost but {effect.text}", tuple(i == k for i in range(len(pending)))
-                yield f"all but {effect.text}", tuple(i != k for i in range(len(pending)))
+    if not any(old):
+        return
+    yield "all lost", (False,) * n
+    yield "all lost that was there before", tuple(not was for was in old)
+    before = sum(old)  # they come first
+    for k in _some(pending[:before], bounds, chance):
+        yield f"only {pending[k].text}", tuple(i == k for i in range(n))
+        yield f"all but {pending[k].text}", tuple(i != k for i in range(n))
 
 
 def telling(text: str) -> bool:

@@ -120,9 +120,9 @@ class Workplace:
             writer.ensure_slots(retain + 1)
             fill(writer, 9, retain=retain)
             assert_indexes(writer)
-            assert writer.root is not None
-            listed = {str(generation.number) for generation in writer.root.generations}
-        self.assert_whole(allowed(9))
+            listed = {str(generation.number) for generation in writer.generations}
+        with open_reader(self.store) as reader:
+            assert_state(reader, 9)
         assert {path.name for path in (self.store / "manifests").iterdir()} == listed
         assert not (self.store / "CREATING").exists()
 
