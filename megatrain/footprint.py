@@ -57,7 +57,7 @@ class Footprint:
     """What comes on top of the arenas, the limits that hold, and whether the arenas are locked.
 
     Attributes:
-        imports: Bytes that the process had resident when it planned.
+        imports: Bytes that the process had resident when it planned, and what comes to that later.
         workspace: What the computation takes, on the host.
         stored: Bytes of the store, and of gradients on drives, whose drives are memory.
         limit: The most memory that the run may have.

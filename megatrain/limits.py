@@ -19,6 +19,8 @@ from tiering.process import resident_nbytes, status_nbytes
 from tiering.records import Record
 from tiering.store import StoreWriter
 
+LATER_NBYTES = 16 << 20  # pages of libraries that only the run itself touches
+
 PlanOf = Callable[[RunConfig], Plan]
 """Plans other settings, to find out which of them would help."""
 
@@ -104,7 +106,7 @@ def _footprint(plan: Plan, config: RunConfig, found: Workspace, stored: int) -> 
         may = replace(may, nbytes=max(0, may.nbytes - status_nbytes("VmLck")))
     fits = may is None or plan.arenas_nbytes <= may.nbytes
     return Footprint(
-        imports=resident_nbytes(),
+        imports=resident_nbytes() + LATER_NBYTES,
         workspace=found,
         stored=stored,
         limit=memory_limit(),

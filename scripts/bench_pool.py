@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="a folder of the file system to measure")
     parser.add_argument("--nbytes", type=int, default=4 * GIB)
     parser.add_argument("--slab", type=int, default=16 << 20, help="bytes of one request")
-    parser.add_argument("--lanes", type=int, default=2, help="threads that ask for slabs")
+    parser.add_argument("--lanes", type=int, default=4, help="threads that ask for slabs")
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     logging.basicConfig(level=logging.ERROR)

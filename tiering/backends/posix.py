@@ -18,7 +18,7 @@ from tiering.errors import StorageError
 from tiering.records import ALIGNMENT
 
 PIECE_NBYTES = 1 << 20  # many small pieces keep a drive busier than few large ones
-THREADS_PER_DRIVE = 16
+THREADS_PER_DRIVE = 32
 OPEN_FILES = 512
 
 File = Path | int  # a path, or a descriptor that the caller keeps open
