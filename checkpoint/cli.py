@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -35,6 +37,9 @@ class ErrorGroup(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command."""
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):  # names of files need not be text
+                stream.reconfigure(errors="backslashreplace")
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
@@ -451,4 +456,4 @@ def _progress(title: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def _print_json(document: Any) -> None:
-    click.echo(json.dumps(document, indent=1, ensure_ascii=False))
+    click.echo(json.dumps(document, indent=1))

@@ -136,9 +136,11 @@ class _Copy:
         offset = chunk.index * record.geometry.chunk_nbytes
         data = self._buffer[: chunk.nbytes]
         present = name in self._writer.present  # some generation needs the file as it is
-        self._writer.read(self._target if present else self._source, name, offset, data)
+        slot = self._target if present else self._source
+        self._writer.read(slot, name, offset, data)
         if (found := crc32c(data)) != chunk.crc:
-            raise chunk.damage(name, found)
+            table = self._writer.checksums(name)
+            raise self._writer.chunk_in(name, chunk.index, slot, table).damage(name, found)
         if present:
             return
         if record.codec is None and not np.frombuffer(data, np.uint8).any():

@@ -18,7 +18,8 @@ class Workspace:
     """Most bytes that a step's computation takes beside the arenas, by what is computed.
 
     ``rest`` is between these; ``kept`` are what a step keeps from its first computation to its
-    last, and the run from its first step to its last. ``device`` is on another memory.
+    last, and the run from its first step to its last. ``threads`` are the drives' own.
+    ``device`` is on another memory.
     """
 
     layers: int = 0
@@ -26,6 +27,7 @@ class Workspace:
     outer: int = 0
     rest: int = 0
     kept: int = 0
+    threads: int = 0
     device: int = 0
 
     @property
@@ -36,7 +38,7 @@ class Workspace:
     @property
     def nbytes(self) -> int:
         """Bytes at the worst moment: no two of the computations run at once."""
-        return self.kept + self._largest + self.spare
+        return self.kept + self.threads + self._largest + self.spare
 
     @property
     def _largest(self) -> int:

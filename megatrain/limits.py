@@ -13,6 +13,7 @@ from megatrain import knobs, workspace
 from megatrain.config import RunConfig
 from megatrain.footprint import RAISE_LOCK, Footprint, Workspace
 from megatrain.planner import Plan, needs
+from tiering.backends.posix import THREADS_PER_DRIVE
 from tiering.errors import CapacityError
 from tiering.limits import Limit, in_memory, lock_limit, memory_limit
 from tiering.process import resident_nbytes, status_nbytes
@@ -20,6 +21,7 @@ from tiering.records import Record
 from tiering.store import StoreWriter
 
 LATER_NBYTES = 16 << 20  # pages of libraries that only the run itself touches
+THREAD_NBYTES = 32 << 10  # of a thread that reads and writes: 24 KiB were measured
 
 PlanOf = Callable[[RunConfig], Plan]
 """Plans other settings, to find out which of them would help."""
@@ -47,11 +49,10 @@ def measured(
     plan = replace(plan, footprint=_footprint(plan, config, Workspace(), stored))
     require_memory(plan, config, plan_of)  # before anything is taken to try the computation
     if config.memory.workspace == "auto":
-        found = workspace.measure(
-            plan, schema, files, config, device, drives=len(drives), room=_room(plan)
-        )
+        found = workspace.measure(plan, schema, files, config, device, room=_room(plan))
     else:
         found = Workspace(kept=config.memory.workspace)
+    found = replace(found, threads=_threads_nbytes(len(drives)))
     plan = replace(plan, footprint=_footprint(plan, config, found, stored))
     require_memory(plan, config, plan_of)
     if device.type == "cuda":
@@ -72,9 +73,14 @@ def recounted(plan: Plan, store: StoreWriter, config: RunConfig, plan_of: PlanOf
     drives = {drive.number for drive in store.drives if in_memory(drive.folder)}
     stored = sum(_on(drives, store, record, config.store.slots) for record in _records(store))
     stored += round(_scratch_nbytes(plan) * len(drives) / len(store.drives))
-    plan = replace(plan, footprint=_footprint(plan, config, before.workspace, stored))
+    found = replace(before.workspace, threads=_threads_nbytes(len(store.drives)))
+    plan = replace(plan, footprint=_footprint(plan, config, found, stored))
     require_memory(plan, config, plan_of)
     return plan
+
+
+def _threads_nbytes(drives: int) -> int:
+    return drives * THREADS_PER_DRIVE * THREAD_NBYTES
 
 
 def _records(store: StoreWriter) -> list[Record]:

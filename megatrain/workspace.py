@@ -37,7 +37,7 @@ from megatrain.side_files import as_folder
 from megatrain.stage import TORCH_DTYPES, Stage
 from megatrain.update import Update
 from tiering.arena import Arena
-from tiering.backends import posix, zarr3
+from tiering.backends import zarr3
 from tiering.errors import CapacityError
 from tiering.process import PeakMeter, resident_nbytes, status_nbytes
 from tiering.recordio import Transfer
@@ -48,7 +48,6 @@ LAYERS = 3  # of each kind; some more find a little less room in the holes that 
 MICRO_BATCHES = 2  # enough for gradients to be added up
 TOKEN_NBYTES = 3 * 8  # ids, mask and targets of a token
 CHUNK_NBYTES = 160  # what pool and manifest keep of a chunk
-THREAD_NBYTES = 32 << 10  # of a thread that reads and writes
 _UNTOUCHED = 256 << 20  # private memory that threads and heaps reserve beside what they touch
 
 
@@ -59,7 +58,6 @@ def measure(
     config: RunConfig,
     device: torch.device,
     *,
-    drives: int,
     room: int,
 ) -> Workspace:
     """Return what a step of ``plan`` takes on the host beside its arenas.
@@ -82,7 +80,7 @@ def measure(
     settle()
     stays = resident_nbytes() + small.host_nbytes
     found = Workspace(**{part: max(0, peak - stays) for part, peak in peaks.items()})
-    return _completed(replace(found, device=device_nbytes), plan, small, call_nbytes, drives=drives)
+    return _completed(replace(found, device=device_nbytes), plan, small, call_nbytes)
 
 
 def settle() -> None:
@@ -264,9 +262,7 @@ def largest_window(shape: Shape, config: RunConfig) -> Window:
     )
 
 
-def _completed(
-    found: Workspace, plan: Plan, small: Plan, call_nbytes: int, *, drives: int
-) -> Workspace:
+def _completed(found: Workspace, plan: Plan, small: Plan, call_nbytes: int) -> Workspace:
     """Add what the run has more of than the steps that were measured."""
     full, part = plan.step.shape, small.step.shape
     batches = full.micro_batches - part.micro_batches
@@ -275,7 +271,6 @@ def _completed(
     chunks = sum(record.geometry.chunk_count for record in plan.records.values())
     kept = batches * call_nbytes + (full.tokens - part.tokens) * TOKEN_NBYTES
     kept += chunks * CHUNK_NBYTES + _codec_nbytes(plan)
-    kept += drives * posix.THREADS_PER_DRIVE * THREAD_NBYTES
     return replace(found, outer=found.outer + rows, rest=found.rest + rows, kept=kept)
 
 

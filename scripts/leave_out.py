@@ -158,7 +158,7 @@ def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.Functi
 
 def durable_functions(trees: Iterable[ast.AST]) -> set[str]:
     """Return the names of all functions that take a step, by others or themselves."""
-    calls = {}
+    calls: dict[str, set[str]] = {}
     for tree in trees:
         for name, function in functions(tree):
             calls.setdefault(name.rpartition(".")[2], set()).update(called(function))
@@ -188,7 +188,7 @@ def callee(call: ast.Call) -> str | None:
 def changes_of(
     file: str, tree: ast.Module, name: str, function: ast.FunctionDef, steps: set[str]
 ) -> Iterator[Change]:
-    def change(node: ast.AST, text: str) -> Change:
+    def change(node: ast.stmt, text: str) -> Change:
         source = ast.unparse(ast.fix_missing_locations(tree))
         return Change(file=file, function=name, line=node.lineno, text=text, source=source)
 

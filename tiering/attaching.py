@@ -28,14 +28,14 @@ def attach_drives(path: str | os.PathLike[str], folders: Sequence[Path]) -> tupl
     changes, if no other drive is missing, and in any case before this returns.
 
     Raises:
-        LockedError: A process writes the store.
+        LockedError: A process writes the store, or a drive under another store's name.
         RefusedError: A folder is no drive of this store, or another store uses it, of which this
             is a copy; nothing was changed.
         CorruptionError: No generation is whole, or another drive is missing still.
     """
     store = Path(os.path.abspath(path))
     read_root(store)  # before the lock: nothing is created in a folder that is no store
-    with StoreLock(store / "LOCK"):
+    with StoreLock(store / "LOCK") as store_lock:
         root = read_root(store)
         found = [_found(store, root, Path(os.path.abspath(folder))) for folder in folders]
         attached = {drive.number: drive for drive in found}
@@ -44,6 +44,8 @@ def attach_drives(path: str | os.PathLike[str], folders: Sequence[Path]) -> tupl
         others = {n: share for n, share in root.drives.items() if n not in attached}
         if all(link_of(store, number).is_dir() for number in others):
             _check(store, root, [*attached.values(), *open_drives(store, root.uuid, others)])
+        for drive in found:
+            store_lock.own(drive.label)  # whoever writes there may be a store that was renamed
         claim_drives(store, root.uuid, found, adopt=True)
         for drive in found:
             replace_link(store, link_of(store, drive.number), drive.link)

@@ -26,7 +26,7 @@ def diagnose(drives: Sequence[Path], *, burn: str | None, as_json: bool) -> bool
         found = examine(drives, burn=_size(burn), on_progress=on_progress)
         sections = list(found) if as_json else list(_shown(found))
     if as_json:
-        click.echo(json.dumps(document(sections), indent=1, ensure_ascii=False))
+        click.echo(json.dumps(document(sections), indent=1))
     else:
         click.echo(summary(sections))
     return is_fine(sections)

@@ -205,3 +205,25 @@ def test_small_requests_are_moved_side_by_side(
         future.result()
     backend.close()
     assert b"".join(views) == b"abc"
+
+
+def test_a_thread_that_cannot_be_started_is_not_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(aligned_buffer(4 * MIB, seed=1))
+    start, left = threading.Thread.start, iter([True])
+
+    def start_one(thread: threading.Thread) -> None:
+        if not next(left, False):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_one)
+    backend = PosixBackend("test", direct=False, writable=False)
+    out = aligned_buffer(4 * MIB)
+    assert wait_for(backend.read(path, 0, out)) == 4 * MIB
+    assert bytes(out) == path.read_bytes()
+    backend.close()
+    with pytest.raises(ValueError, match="was closed"):
+        backend.read(path, 0, out)

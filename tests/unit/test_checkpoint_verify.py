@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -104,6 +105,18 @@ def test_the_report_is_one_json_document(store: Path) -> None:
     (finding,) = report["findings"]
     assert finding["unit"] == "layer.000"
     assert json.loads(run("verify", "--json", store).stdout)["ok"] is True
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_a_name_that_is_no_text_can_be_said(store: Path, options: tuple[str, ...]) -> None:
+    [link] = store.glob("slots/0/layer.001.master/c/0")
+    target = os.fsencode(os.readlink(link))
+    link.unlink()
+    os.symlink(target[:-1] + b"\xaf", os.fsencode(link))
+    result = run("verify", store, *options, code=1)
+    assert "\\udcaf" in result.stdout
+    if options:
+        assert "\udcaf" in json.loads(result.stdout)["findings"][0]["what"]
 
 
 def test_no_store_is_an_error_and_no_finding(tmp_path: Path) -> None:

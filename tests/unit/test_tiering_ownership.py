@@ -25,7 +25,7 @@ from tests.support.tiering_stores import (
 from tiering import fsops
 from tiering.attaching import attach_drives
 from tiering.drives import create_drive, find_drives, open_drives
-from tiering.errors import RefusedError, StorageError
+from tiering.errors import LockedError, RefusedError, StorageError
 from tiering.generations import read_root
 from tiering.labels import read_owner
 from tiering.moving import move_store
@@ -179,6 +179,18 @@ def test_a_copy_takes_the_place_of_a_store_that_is_gone_once_it_is_told(place: P
     with pytest.raises(RefusedError, match=r"/store is a copy of .*/copy, and both"):
         _go_on(store, 3)
     _assert_step(copy, 2)
+
+
+def test_a_copy_is_not_given_the_drives_that_a_renamed_store_writes(place: Path) -> None:
+    store = _make(place)
+    copy = _copy(store)
+    with open_writer(store) as writer:
+        store.rename(place / "renamed")
+        before = _everything(place)
+        with pytest.raises(LockedError, match=rf"{place / 'p'}.*another lock file"):
+            attach_drives(copy, [place / "p", place / "q"])
+        assert _everything(place) == before
+        assert writer.manifest.step == 1
 
 
 def test_a_drive_that_says_nothing_of_its_store_belongs_to_the_first_that_writes(

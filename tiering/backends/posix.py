@@ -50,7 +50,6 @@ class PosixBackend:
     ) -> None:
         self.direct = direct
         self._alignment = alignment if direct else 1
-        self._closed = False
         flags = os.O_CLOEXEC | (os.O_RDWR if writable else os.O_RDONLY)
         flags |= os.O_DIRECT if direct else 0
         self._files = OpenFiles(lambda path: os.open(path, flags), os.close, open_files)
@@ -82,21 +81,25 @@ class PosixBackend:
 
     def close(self) -> None:
         """Wait for what is in flight and close every file; later transfers raise."""
-        self._closed = True
         self._workers.close()
         self._files.close()
 
     def _submit(
         self, action: str, move: _Move, path: File, offset: int, view: memoryview
     ) -> Future[int]:
-        if self._closed:
-            raise ValueError(f"cannot {action} {_path_of(path)}: the drive was closed")
         view = view.cast("B")
         require_aligned(path, offset, view, self.alignment)
+        if self._workers.closed:
+            raise _closed(action, path)
         ended = fsops.begin_write(path, offset, view) if action == "write" else None
         request = _Request(action, move, path, offset, view, self._alignment, self._files, ended)
-        self._workers.put(request.work, max(1, -(-len(view) // PIECE_NBYTES)))
+        if not self._workers.put(request.work, max(1, -(-len(view) // PIECE_NBYTES))):
+            raise _closed(action, path)
         return request.future
+
+
+def _closed(action: str, file: File) -> ValueError:
+    return ValueError(f"cannot {action} {_path_of(file)}: the drive was closed")
 
 
 class _Workers:
@@ -109,19 +112,36 @@ class _Workers:
         self._threads: list[threading.Thread] = []
         self._asked = 0  # works that have not ended
         self._guard = threading.Lock()
+        self.closed = False
 
-    def put(self, work: Callable[[], None], times: int) -> None:
-        """Have up to ``times`` threads do ``work``, which raises nothing, side by side."""
+    def put(self, work: Callable[[], None], times: int) -> bool:
+        """Have up to ``times`` threads do ``work``, which raises nothing; False once closed.
+
+        Raises:
+            RuntimeError: There is no thread, and none can be started.
+        """
         times = min(times, self._most)
         with self._guard:
+            if self.closed:
+                return False
+            self._start(min(self._most, self._asked + times))
             self._asked += times
-            for number in range(len(self._threads), min(self._most, self._asked)):
-                name = f"{self._name}_{number}"
-                thread = threading.Thread(target=self._run, name=name, daemon=True)
+            for _ in range(times):
+                self._work.put(work)
+        return True
+
+    def _start(self, count: int) -> None:
+        """Start threads until there are ``count``; fewer will do where there can be no more."""
+        for number in range(len(self._threads), count):
+            name = f"{self._name}_{number}"
+            thread = threading.Thread(target=self._run, name=name, daemon=True)
+            try:
                 thread.start()
-                self._threads.append(thread)
-        for _ in range(times):
-            self._work.put(work)
+            except RuntimeError:
+                if not self._threads:
+                    raise
+                return
+            self._threads.append(thread)
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
@@ -131,8 +151,10 @@ class _Workers:
 
     def close(self) -> None:
         """Return when all that was put is done and the threads have ended."""
-        for _ in self._threads:
-            self._work.put(None)
+        with self._guard:
+            self.closed = True
+            for _ in self._threads:
+                self._work.put(None)
         for thread in self._threads:
             thread.join()
 
