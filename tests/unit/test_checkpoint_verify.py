@@ -109,14 +109,15 @@ def test_the_report_is_one_json_document(store: Path) -> None:
 
 @pytest.mark.parametrize("options", [(), ("--json",)])
 def test_a_name_that_is_no_text_can_be_said(store: Path, options: tuple[str, ...]) -> None:
-    [link] = store.glob("slots/0/layer.001.master/c/0")
+    link = store / "drives" / "0"
     target = os.fsencode(os.readlink(link))
     link.unlink()
     os.symlink(target[:-1] + b"\xaf", os.fsencode(link))
     result = run("verify", store, *options, code=1)
     assert "\\udcaf" in result.stdout
     if options:
-        assert "\udcaf" in json.loads(result.stdout)["findings"][0]["what"]
+        found = json.loads(result.stdout)["findings"]
+        assert any("\udcaf" in finding["what"] for finding in found)
 
 
 def test_no_store_is_an_error_and_no_finding(tmp_path: Path) -> None:
