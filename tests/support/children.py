@@ -286,6 +286,11 @@ def _arm(kill: dict[str, Any] | None, shim: Any, lanes: _LaneBoard) -> None:
 
 
 def exit_status(command: Sequence[str]) -> int:
+    """Run ``command`` on the files 0, 1 and 2 as they are now, and return its exit status."""
+    # the streams of the parent know what its own files can do: one that can seek, for example
+    sys.stdin = os.fdopen(0, closefd=False)
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
     name, *words = command
     module, _, function = COMMANDS.get(name, name).partition(":")
     try:
