@@ -477,7 +477,8 @@ def telling(file: str) -> str:
     """Return a file whose functions say that they are run."""
     tree = ast.parse((ROOT / file).read_text())
     for name, function in functions(tree):
-        says = ast.parse(f"__import__('builtins').ran_functions.add({f'{file}:{name}'!r})").body
+        told = "getattr(__import__('builtins'), 'ran_functions', set())"  # none in other programs
+        says = ast.parse(f"{told}.add({f'{file}:{name}'!r})").body
         function.body[0:0] = says
     return ast.unparse(ast.fix_missing_locations(tree))
 
