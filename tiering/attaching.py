@@ -8,14 +8,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tiering.drives import Drive, open_drives, replace_link
+from tiering.drive import Drive, link_of
+from tiering.drives import open_drives, replace_link
 from tiering.errors import RefusedError
 from tiering.generations import read_root
 from tiering.labels import LABEL, read_label
 from tiering.lock import StoreLock
 from tiering.manifest import Root
 from tiering.opened import examine_generation
-from tiering.ownership import claim_drives, link_of
+from tiering.ownership import claim_drives
 
 _log = logging.getLogger(__name__)
 

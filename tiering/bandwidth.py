@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tiering.arena import Arena
 from tiering.backends.probe import open_unnamed, probe
-from tiering.drives import Drive, free_nbytes, nearest
+from tiering.drive import Drive, free_nbytes, nearest
 from tiering.errors import StorageError
 from tiering.records import ALIGNMENT
 from tiering.shares import Room, capped

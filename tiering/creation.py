@@ -12,7 +12,8 @@ from pathlib import Path
 
 from tiering import bandwidth, fsops
 from tiering.bandwidth import Measure, with_shares
-from tiering.drives import Drive, create_drive, is_ours, plan_drives, settle_removal
+from tiering.drive import Drive
+from tiering.drives import create_drive, is_ours, plan_drives, settle_removal
 from tiering.errors import RefusedError, StorageError
 from tiering.generations import MARKER, ROOT
 from tiering.lock import StoreLock

@@ -21,9 +21,9 @@ from tiering.backends.posix import PosixBackend
 from tiering.backends.probe import probe
 from tiering.bandwidth import Measure, with_shares
 from tiering.copying import Copier
+from tiering.drive import Drive
 from tiering.drives import (
     NEW_LINK,
-    Drive,
     create_drive,
     drop_drive,
     find_drives,

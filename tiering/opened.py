@@ -13,7 +13,7 @@ from tiering.backends.posix import OPEN_FILES
 from tiering.backends.probe import Access, probe
 from tiering.backends.zarr3 import Zarr3Backend
 from tiering.checksum import Table
-from tiering.drives import Drive
+from tiering.drive import Drive
 from tiering.errors import CorruptionError, MegatrainError, StorageError
 from tiering.fields import Fields, parse_object, shown
 from tiering.generations import read_manifest

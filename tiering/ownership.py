@@ -12,22 +12,14 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tiering import fsops
+from tiering.drive import Drive, link_of
 from tiering.errors import CorruptionError, RefusedError, StorageError
 from tiering.labels import LABEL, Owner, expected_label, identity, owner_of, read_owner
 from tiering.small_files import read_small
 
-if TYPE_CHECKING:
-    from tiering.drives import Drive
-
 _log = logging.getLogger(__name__)
-
-
-def link_of(store: Path, number: int) -> Path:
-    """Return the store's link to a drive."""
-    return store / "drives" / str(number)
 
 
 def unfinished_label(folder: Path) -> Path:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from tiering import lock
 from tiering.checksum import Table
-from tiering.drives import Drive, open_drives
+from tiering.drive import Drive
+from tiering.drives import open_drives
 from tiering.errors import CorruptionError, MegatrainError
 from tiering.generations import checksums_of, find_generation, going_back, read_root
 from tiering.manifest import Generation, Root

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tiering import space
-from tiering.drives import Drive, free_nbytes, nearest
+from tiering.drive import Drive, free_nbytes, nearest
 from tiering.errors import CapacityError
 from tiering.records import ALIGNMENT, Record, round_up
 from tiering.shares import spread

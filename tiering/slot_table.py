@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tiering import lock
-from tiering.drives import Drive
+from tiering.drive import Drive
 from tiering.errors import CorruptionError, LockedError, RefusedError, StorageError
 from tiering.generations import manifest_path, reap
 from tiering.manifest import Generation, digest, plain_lengths

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tiering import fsops
-from tiering.drives import Drive
+from tiering.drive import Drive
 from tiering.errors import CorruptionError, StorageError
 from tiering.fields import shown
 from tiering.manifest import digest

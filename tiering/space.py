@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tiering import fsops
-from tiering.drives import Drive, is_copy_on_write
+from tiering.drive import Drive, is_copy_on_write
 from tiering.errors import FULL, CapacityError, StorageError
 from tiering.records import ALIGNMENT, Record, round_up
 from tiering.slots import Locations, Shard

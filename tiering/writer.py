@@ -15,7 +15,7 @@ import numpy as np
 
 from tiering import fsops, space
 from tiering.checksum import Table, zeros_table
-from tiering.drives import Drive
+from tiering.drive import Drive
 from tiering.errors import MegatrainError, StorageError
 from tiering.generations import (
     MARKER,
