@@ -171,7 +171,7 @@ def named(generation: Generation) -> str:
 
 
 @contextmanager
-def going_back(store: Path, root: Root, generation: Generation) -> Iterator[None]:
+def going_back(root: Root, generation: Generation) -> Iterator[None]:
     """Add to what is wrong with a generation which others there are, and how to take them."""
     others = [g for g in root.generations if g != generation]
     try:

@@ -115,7 +115,7 @@ def _opened(store: Path, store_lock: StoreLock) -> Iterator[_Mover]:
 def _whole(
     store: Path, root: Root, generation: Generation, drives: Sequence[Drive]
 ) -> OpenGeneration:
-    with going_back(store, root, generation):
+    with going_back(root, generation):
         return open_generation(store, root, generation, drives)
 
 

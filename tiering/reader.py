@@ -101,7 +101,7 @@ def open_reader(path: str | os.PathLike[str], *, generation: int | None = None) 
     root, found, hold = _hold_generation(store, generation)
     try:
         drives = open_drives(store, root.uuid, root.drives)
-        with going_back(store, root, found):
+        with going_back(root, found):
             opened = open_generation(store, root, found, drives)
         return StoreReader(store, root, found, hold, opened, drives)
     except BaseException:
@@ -156,7 +156,7 @@ def _hold_generation(store: Path, number: int | None) -> tuple[Root, Generation,
         if fd is not None:
             os.close(fd)
         elif listed:
-            with going_back(store, root, generation):
+            with going_back(root, generation):
                 raise CorruptionError(
                     f"{path}: missing, though {store / 'zarr.json'} lists it", file=path
                 )

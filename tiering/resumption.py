@@ -43,7 +43,7 @@ def open_writer(
     def choose(root: Root, examined: Mapping[int, Examined]) -> Generation:
         number = root.latest.number if generation is None else generation
         found = find_generation(store, root, number)
-        with going_back(store, root, found):
+        with going_back(root, found):
             _require_whole(examined[number])
         return found
 
@@ -77,7 +77,7 @@ def open_newest_whole(
             if any(isinstance(fault, StorageError) for fault in item.faults):
                 break
             _log.warning("generation %s is skipped: %s", named(generation), item.faults[0])
-        with going_back(store, root, found[-1]):
+        with going_back(root, found[-1]):
             _require_whole(examined[found[-1].number])
         return found[-1]
 
