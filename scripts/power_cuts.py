@@ -1,7 +1,7 @@
 """Enumerate what a power cut may leave of everything that changes a store, and check all of it.
 
-    nice python scripts/power_cuts.py                      # every scenario, thoroughly
-    nice python scripts/power_cuts.py commits --needed     # which sync is needed for what
+    PYTHONPATH=. nice python scripts/power_cuts.py  # every scenario, thoroughly
+    PYTHONPATH=. nice python scripts/power_cuts.py commits --needed  # which sync is needed for what
 
 Needs root: each drive is a file system of its own, in memory.
 """
