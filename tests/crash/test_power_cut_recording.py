@@ -34,6 +34,21 @@ def _kvikio(folder: Path) -> Backend:
     return KvikioBackend("test", writable=True)
 
 
+def test_a_step_is_recorded_from_before_its_operation_until_after_it(tmp_path: Path) -> None:
+    path, seen = tmp_path / "folder", []
+
+    def look() -> None:
+        seen.append(path.exists())
+
+    def recorder(_operation: fsops.Operation) -> Callable[[], None]:
+        look()
+        return look
+
+    with fsops.recorded(recorder):
+        fsops.make_dir(path)
+    assert seen == [False, True]
+
+
 @pytest.mark.parametrize("make", [_posix, _kvikio])
 def test_a_backends_write_is_recorded_from_its_submission_to_its_end(
     tmp_path: Path, make: Callable[[Path], Backend]
