@@ -189,6 +189,8 @@ def child(folder: Path, tests: Sequence[str], mode: str, out: int) -> None:
         os.dup2(null, fd)
     os.chdir(folder)
     sys.dont_write_bytecode = True
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+        del sys.modules[name]  # the copy has its own
     here = {str(ROOT), str(ROOT / "scripts"), "", "."}
     sys.path[:] = [str(folder), *(p for p in sys.path if p not in here)]
     os.environ["PYTHONPATH"] = str(folder)
@@ -266,7 +268,10 @@ def learn(place: Place) -> Mapping[str, Any]:
     lines = [json.loads(line) for line in place.output.splitlines()]
     if failed := [line["failed"] for line in lines if "failed" in line]:
         sys.exit(f"failed without any change: {failed}")
-    return {line["test"]: line for line in lines if "ran" in line}
+    learned = {line["test"]: line for line in lines if "ran" in line}
+    if not learned:
+        sys.exit("no test was run")
+    return learned
 
 
 def finished(places: Sequence[Place]) -> list[Place]:
