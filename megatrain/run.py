@@ -282,7 +282,7 @@ def _run(
     observer.on_plan(plan, state, slots)
     store.make_newest()
     if not state.finished:
-        store.ensure_slots(slots)
+        store.fit_slots(slots)
         if config.store.reserve:
             store.reserve()
         stores.write_run_file(config)
