@@ -35,6 +35,14 @@ _TIERS = ("nvme", "zarr")
 class ErrorGroup(click.Group):
     """Ends a command with one message and the error's exit code instead of a traceback."""
 
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        """Read the command line."""
+        try:
+            return super().make_context(*args, **kwargs)
+        except KeyboardInterrupt as error:  # click exits with 1 then, as if damage was found
+            click.echo(f"error: {message_of(error)}", err=True)
+            raise click.exceptions.Exit(exit_code(error)) from error
+
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command."""
         for stream in (sys.stdout, sys.stderr):

@@ -18,11 +18,13 @@ _MESSAGE = b"\nerror: interrupted; left without waiting for operations that do n
 
 
 def install(grace_s: float = GRACE_S) -> None:
-    """From now on the second SIGINT or SIGTERM ends the process within ``grace_s``, with 130.
+    """From now on SIGTERM interrupts like SIGINT, and the second ends the process, with 130.
 
-    It changes no handler: those that are installed have that long to end in good order. The
+    Handlers have ``grace_s`` then to end in good order, also those that replace these later. The
     third ends it at once. Call it from the main thread, once, when a command begins.
     """
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # that would leave what was being made
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
     signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)

@@ -37,6 +37,8 @@ _FIXED = {
     "out": "to have it elsewhere, move the folder and resume it there",
     "model": "to begin another run from this one's weights, export them",
     "store.drives": "the drives of a store are chosen when it is made",
+    "store.tier": "to store its shards in another way: megatrain-ckpt shard --tier",
+    "store.codec": "to store its shards in another way: megatrain-ckpt shard --codec",
 }
 
 
@@ -282,12 +284,20 @@ def _run(
     observer.on_plan(plan, state, slots)
     store.make_newest()
     if not state.finished:
-        store.ensure_slots(slots)
+        store.fit_slots(slots)
         if config.store.reserve:
             store.reserve()
         stores.write_run_file(config)
         state = _steps(store, schema, plan, state, dataset, observer, stop)
+    else:
+        _drop_later_rows(MetricsLog(config.out / METRICS_FILE), state.step)
     return Outcome(store=store.path, out=config.out, step=state.step, finished=state.finished)
+
+
+def _drop_later_rows(metrics: MetricsLog, step: int) -> None:
+    """Drop rows past the end of a run: it was longer before it was gone back."""
+    if any(row["step"] > step for row in metrics.read()):
+        metrics.truncate_after(step)
 
 
 def _steps(

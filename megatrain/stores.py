@@ -57,14 +57,29 @@ def store_path(config: RunConfig) -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a run is now; ``out`` is None if only its store is known."""
+    """Where a run is now; ``out`` is None if only its store is known.
+
+    ``named`` says that ``out`` is what was asked for, and not just the folder around the store.
+    """
 
     store: Path
     out: Path | None
+    named: bool = False
 
     def apply(self, config: RunConfig) -> RunConfig:
-        """Return ``config`` as of a run that is here, wherever it was when it was written."""
+        """Return ``config`` as of a run that is here, wherever it was when it was written.
+
+        Raises:
+            RefusedError: The named folder is that of an earlier run on the store.
+        """
         out = self.out or config.out
+        if self._is_earlier(out, config):
+            if self.named:
+                raise RefusedError(
+                    f"{out}: its store, {self.store}, has the run of {config.out} now; resume "
+                    f"that: megatrain-ckpt resume {config.out}"
+                )
+            out = config.out
         trained_in_place = config.model == config.out / STORE_FOLDER
         if out != config.out:
             log.warning("the run's folder is %s now; it was %s", out, config.out)
@@ -74,6 +89,18 @@ class Place:
         if trained_in_place or not _same(store_path(moved), self.store):
             moved = moved.model_copy(update={"model": self.store})
         return moved
+
+    def _is_earlier(self, out: Path, config: RunConfig) -> bool:
+        """Say whether the folder ``out`` has the rows of a run before that of ``config``.
+
+        A moved or copied folder says that it is where ``config`` has it.
+        """
+        if _same(out, config.out) or not was_begun(config.out, self.store):
+            return False
+        try:
+            return read_run_file(out).out != config.out
+        except RefusedError:  # torn: then the place decides
+            return False
 
 
 def find(place: Path) -> Place:
@@ -97,7 +124,7 @@ def find(place: Path) -> Place:
         raise RefusedError(
             f"{place}: neither a store (no {STORE_ROOT}) nor a run's folder (no {RUN_FILE})"
         )
-    return Place(store=_store_of(place), out=place)
+    return Place(store=_store_of(place), out=place, named=True)
 
 
 def _store_of(folder: Path) -> Path:

@@ -17,7 +17,6 @@ from tiering.drives import create_drive, is_ours, plan_drives, settle_removal
 from tiering.errors import RefusedError, StorageError
 from tiering.generations import MARKER, ROOT
 from tiering.lock import StoreLock
-from tiering.manifest import encode_json
 from tiering.records import Record
 from tiering.schema_files import write_schema_files
 from tiering.shares import spread
@@ -136,8 +135,9 @@ def _require_fresh(store: Path) -> None:
 
 def _write_marker(store: Path, uuid: str, plan: Sequence[Drive]) -> None:
     """Say durably what is about to be made, so that whoever comes after a kill can remove it."""
-    folders = [str(drive.folder) for drive in plan]
-    fsops.write_file(store / MARKER, encode_json({"uuid": uuid, "drives": folders}))
+    made = {"uuid": uuid, "drives": [str(drive.folder) for drive in plan]}
+    # ASCII: the path of a drive need not be text, and is escaped then
+    fsops.write_file(store / MARKER, json.dumps(made, indent=1).encode() + b"\n")
     fsops.fsync_dir(store)
     fsops.fsync_dir(store.parent)  # or nothing leads to the marker, but the drives are there
 

@@ -241,7 +241,7 @@ class SlotTable:
         if not self._held:
             raise RefusedError(
                 f"{self._store}: {len(self._complete)} slots and {len(self._listed)} retained "
-                "generations leave none to write to; ensure_slots(retain + 1) first"
+                "generations leave none to write to; fit_slots(retain + 1) first"
             )
 
     def _readers(self) -> str:

@@ -195,6 +195,16 @@ class StoreWriter(OpenStore):
         """Create or repair slots until there are ``count`` complete ones; durable."""
         self._finish(self._slots.ensure(count))
 
+    def fit_slots(self, count: int) -> None:
+        """Have ``count`` slots, or one more than the generations need if that is more; durable.
+
+        Others that are free are removed: no commit needs them, and they would be reserved too.
+        """
+        needed = len({generation.slot for generation in self.generations})
+        count = max(count, needed + 1)
+        self.drop_free_slots(keep=count - needed)
+        self.ensure_slots(count)
+
     def _finish(self, slots: Sequence[int]) -> None:
         """Make slots that were just created durable, and then complete."""
         if slots:

@@ -79,6 +79,20 @@ def test_slots_that_do_not_fit_are_refused_before_the_first_step(
     assert outcome(tmp_path / "run") == undisturbed(children, inputs, tmp_path)
 
 
+def test_a_run_with_fewer_slots_fits_where_one_with_more_was_refused(
+    tmp_path: Path, children: Children, inputs: tuple[Path, Path], drive: Mount
+) -> None:
+    run_file = write_run(inputs, tmp_path / "run", drive.point)
+    command = ["megatrain", "train", run_file, "--set"]
+    fill(drive.point, 2 << 20)
+    ended = children.run([*command, "store.spare_slots=9"])
+    assert ended.code == 3
+    assert "drive 0 full: the slots do not fit\n" in ended.err
+    ended = children.run([*command, "store.spare_slots=0"])
+    assert ended.code == 0, ended.err
+    assert len(list((tmp_path / "run/store/slots").glob("[0-9]*"))) == 2
+
+
 def test_a_run_that_met_a_full_drive_goes_on_when_there_is_room(
     tmp_path: Path, children: Children, inputs: tuple[Path, Path], drive: Mount
 ) -> None:

@@ -380,6 +380,19 @@ def test_a_command_ends_whose_main_thread_hangs(tmp_path, driver, inputs):
     assert "Traceback" not in command.said
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_asked_once_a_conversion_ends_and_leaves_nothing(tmp_path, driver, inputs, number):
+    held = Fault(op="write", path="layer.001.weights", count=1, held=True)
+    arguments = ["megatrain-ckpt", "convert", str(inputs[0]), str(tmp_path / "store")]
+    command = driver.start(arguments, tmp_path / "talk", held)
+    command.wait_until_held(held.op)
+    command.send(number)
+    command.let_go(held.op)
+    assert command.exit_code() == 130, command.said
+    assert command.said.endswith("error: interrupted\n")
+    assert not (tmp_path / "store").exists()
+
+
 def test_a_slow_drive_is_named_and_the_run_goes_on(tmp_path, driver, converted, inputs):
     held = HELD_AT["a read"]
     path = run_file(tmp_path, converted, inputs, train__stall_warning=0.2)

@@ -59,6 +59,10 @@ def _listed(store: Path) -> dict[int, int]:
     return {g.number: g.step for g in read_root(store).generations}
 
 
+def _slots(store: Path) -> set[int]:
+    return {int(path.name) for path in (store / "slots").iterdir() if path.is_dir()}
+
+
 def _assert_whole(store: Path, numbers: set[int]) -> None:
     for number, step in _listed(store).items():
         if number in numbers:
@@ -97,6 +101,38 @@ def test_a_kill_anywhere_in_a_roll_back_leaves_it_done_or_not_begun(
         _assert_whole(store, set(_listed(store)))
         assert {p.name for p in (store / "manifests").iterdir()} == set(map(str, _listed(store)))
     assert len(set(seen)) == 3, "kills on both sides of each rename were expected"
+
+
+def test_fewer_slots_than_generations_still_leave_one_to_write_to(folder: Path) -> None:
+    store = _three_generations(folder / "store")
+    [free] = _slots(store) - {g.slot for g in read_root(store).generations}
+    (store / f"slots/{free}/a/zarr.json").unlink()
+    with open_writer(store) as writer:
+        writer.fit_slots(2)
+        fill(writer, 4)
+    assert _listed(store) == {4: 4}
+
+
+def test_free_slots_that_no_commit_needs_are_removed(folder: Path) -> None:
+    store = _three_generations(folder / "store")
+    for seed, slots, left in (4, 9, 9), (5, 2, 4), (6, 2, 2), (7, 3, 3):
+        with open_writer(store) as writer:
+            writer.fit_slots(slots)
+            assert len(_slots(store)) == left
+            fill(writer, seed, retain=3 if slots == 9 else 1)
+        _assert_whole(store, set(_listed(store)))
+
+
+def test_a_slot_that_is_read_stays_until_nobody_reads_it(folder: Path) -> None:
+    store = _three_generations(folder / "store")
+    with open_reader(store, generation=1) as reader, open_writer(store) as writer:
+        writer.drop_generations(keep=1)
+        writer.fit_slots(2)
+        assert_state(reader, 1)
+        assert len(_slots(store)) == 3
+    with open_writer(store) as writer:
+        writer.fit_slots(2)
+        assert len(_slots(store)) == 2
 
 
 @pytest.mark.parametrize("kind", DAMAGE)

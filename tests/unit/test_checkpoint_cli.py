@@ -2,13 +2,17 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import click
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
+from checkpoint.cli import ErrorGroup
 from checkpoint.sizes import format_size, parse_size
 from tests.support.hf_cli import run
 from tests.support.hf_folders import make_llama
@@ -29,6 +33,18 @@ def modules_after(code: str) -> set[str]:
 
 def test_the_commands_load_nothing_heavy() -> None:
     assert modules_after("import checkpoint.cli") == set()
+
+
+def test_an_interrupt_while_the_command_line_is_read_is_no_finding() -> None:
+    group = ErrorGroup()
+    group.params.append(
+        click.Option(
+            ["--now"], is_flag=True, callback=lambda *_: signal.raise_signal(signal.SIGINT)
+        )
+    )
+    ended = CliRunner().invoke(group, ["--now", "verify"])
+    assert ended.exit_code == 130
+    assert ended.output == "error: interrupted\n"
 
 
 def test_looking_at_a_store_loads_nothing_heavy(tmp_path: Path) -> None:

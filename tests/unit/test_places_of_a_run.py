@@ -76,6 +76,26 @@ def test_a_moved_folder_of_a_run_leads_to_the_store_outside_it(tmp_path, inputs)
     assert steps(tmp_path / "new") == [1, 2, 3]
 
 
+def test_the_folder_of_an_earlier_run_keeps_its_rows(tmp_path, inputs):
+    first = run_config(*inputs, tmp_path / "first")
+    train(first)
+    store = first.out / "store"
+    second = begun(run_config(store, inputs[1], tmp_path / "second"))
+    with pytest.raises(RefusedError, match=f"has the run of {second.out} now"):
+        resume(first.out)
+    outcome = resume(store)
+    assert (outcome.store, outcome.out) == (store, second.out)
+    assert steps(first.out) == steps(second.out) == [1, 2, 3]
+
+
+def test_going_back_to_the_end_of_a_shorter_run_drops_the_rows_of_the_longer(tmp_path, inputs):
+    config = run_config(*inputs, tmp_path / "run", store__retain=3)
+    train(config)
+    resume(config.out, "train.steps=5", allow_changes=True)
+    assert resume(config.out, generation=4).finished
+    assert steps(config.out) == [1, 2, 3]
+
+
 def test_a_copy_that_shares_its_shards_is_refused(tmp_path, inputs):
     (tmp_path / "drive").mkdir()
     drives = [str(tmp_path / "drive")]
@@ -99,10 +119,18 @@ def test_the_rows_of_an_earlier_run_are_noticed_before_the_conversion(tmp_path, 
     assert [path.name for path in config.out.iterdir()] == [stores.METRICS_FILE]
 
 
-@pytest.mark.parametrize("key", ["out", "model", "store.drives"])
-def test_what_a_resumed_run_keeps_is_not_set(tmp_path, inputs, key):
+FIXED = {
+    "out": "/elsewhere",
+    "model": "/elsewhere",
+    "store.drives": "[/elsewhere]",
+    "store.tier": "zarr",
+    "store.codec": "zstd",
+}
+
+
+@pytest.mark.parametrize(("key", "value"), FIXED.items())
+def test_what_a_resumed_run_keeps_is_not_set(tmp_path, inputs, key, value):
     config = begun(run_config(*inputs, tmp_path / "run"))
-    value = "[/elsewhere]" if key == "store.drives" else "/elsewhere"
     with pytest.raises(RefusedError, match=f"a resumed run keeps its {key}"):
         resume(config.out, f"{key}={value}", allow_changes=True)
 

@@ -234,6 +234,19 @@ def test_a_path_that_is_no_text_is_remembered(place: Path) -> None:
     assert verify(store).ok
 
 
+def test_what_was_made_on_drives_whose_path_is_no_text_is_found_again(place: Path) -> None:
+    folder = place / os.fsdecode(b"\xff \xc3\xa9")
+    folder.mkdir()
+    with open_reader(make_store(place / "like")) as reader:
+        records = list(reader.records.values())
+    with create_store(
+        place / "store", records=records, schema_files={"schema.json": b"{}"}, drives=[folder]
+    ):
+        assert list(folder.glob("megatrain-*/*"))
+    assert not any(folder.iterdir())
+    assert verify(make_store(place / "store", drives=[folder])).ok
+
+
 def test_what_a_copy_of_a_move_in_progress_clears_is_only_its_own(place: Path) -> None:
     store = make_store(place / "store")
     root = read_root(store)
