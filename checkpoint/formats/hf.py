@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from checkpoint.formats.files import RangeReader, file_nbytes, parse_object, read_small
+from checkpoint.formats.files import RangeReader, file_nbytes, parse_object, plain, read_small
 from checkpoint.formats.safetensors import (
     PREFIX_NBYTES,
     Header,
@@ -207,9 +207,11 @@ def _ignored(folder: Path, used: Sequence[str]) -> tuple[Ignored, ...]:
         if name in used or name == INDEX:
             continue
         if name.endswith(_OURS):
-            reasons.append(Ignored(name=name, reason="weights that are not part of the set read"))
+            reasons.append(
+                Ignored(name=plain(name), reason="weights that are not part of the set read")
+            )
         elif name.endswith(_FOREIGN):
-            reasons.append(Ignored(name=name, reason="not safetensors"))
+            reasons.append(Ignored(name=plain(name), reason="not safetensors"))
     return tuple(reasons)
 
 
