@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint.codec import EXACT_IN_FLOAT32
-from checkpoint.formats.files import BOM, RangeReader, parse_object, read_small
+from checkpoint.formats.files import (
+    BOM,
+    RangeReader,
+    file_nbytes,
+    parse_object,
+    plain,
+    read_small,
+    stands_for,
+)
 from checkpoint.formats.hf import CONFIG, Source, equal_bytes, is_weights, open_folder
 from checkpoint.formats.safetensors import TensorInfo
 from checkpoint.matching import Match, check_shapes, match_names
@@ -129,7 +137,7 @@ def plan_conversion(
 
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
-    if not path.exists():
+    if not path.exists() and not path.is_symlink():
         raise RefusedError(f"{folder}: no {CONFIG}; expected a Hugging Face model folder")
     return parse_object(read_small(path, SIDE_MAX_NBYTES), path)
 
@@ -295,14 +303,24 @@ def _side_files(folder: Path, weights: set[str]) -> tuple[dict[str, bytes], list
         if name in weights or is_weights(name) or name.startswith("."):
             continue
         if not name.endswith(SIDE_SUFFIXES) and name not in SIDE_NAMES:
-            left.append(Ignored(name=name, reason="not a kind of file that a model needs"))
-        elif name == SCHEMA_FILE or not path.is_file():
-            left.append(Ignored(name=name, reason="a store has no place for this name"))
-        elif path.stat().st_size > SIDE_MAX_NBYTES:
-            left.append(Ignored(name=name, reason=f"larger than {SIDE_MAX_NBYTES} B"))
+            left.append(Ignored(name=plain(name), reason="not a kind of file that a model needs"))
+        elif name == SCHEMA_FILE or not name.isprintable():
+            left.append(Ignored(name=plain(name), reason="a store has no place for this name"))
+        elif path.exists() and not path.is_file():
+            left.append(Ignored(name=plain(name), reason="not a regular file"))
+        elif file_nbytes(path) > SIDE_MAX_NBYTES:
+            left.append(Ignored(name=plain(name), reason=f"larger than {SIDE_MAX_NBYTES} B"))
         else:
-            files[name] = read_small(path, SIDE_MAX_NBYTES)
+            files[name] = _read_side_file(path)
     return files, left
+
+
+def _read_side_file(path: Path) -> bytes:
+    """Return the content of a file that travels along; without the real one none of it helps."""
+    data = read_small(path, SIDE_MAX_NBYTES)
+    if kind := stands_for(data):
+        raise RefusedError(f"{path}: not a file of the model: {kind}")
+    return data
 
 
 def _edit_config(

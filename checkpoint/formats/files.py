@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno as errnos
 import json
 import os
+import re
 import stat
 from collections import Counter, OrderedDict
 from pathlib import Path
@@ -21,6 +23,9 @@ def file_nbytes(path: Path) -> int:
     try:
         status = path.stat()
     except OSError as error:
+        if error.errno in (errnos.ENOENT, errnos.ELOOP) and path.is_symlink():
+            target = path.readlink()
+            raise RefusedError(f"{path}: a link to {target}, which is not there") from error
         raise StorageError("open", path, errno=error.errno or 0) from error
     if not stat.S_ISREG(status.st_mode):
         raise RefusedError(f"{path}: not a regular file")
@@ -37,8 +42,24 @@ def read_small(path: Path, limit: int) -> bytes:
         raise StorageError("read", path, errno=error.errno or 0) from error
 
 
+def plain(name: str) -> str:
+    """Return a file's name as text on one line; such a name need not be one."""
+    return name if name.isprintable() else repr(name)[1:-1]
+
+
+def stands_for(start: bytes) -> str:
+    """Say that a file that begins so is a Git LFS pointer; nothing if it is none."""
+    if not start.startswith(b"version https://git-lfs"):
+        return ""
+    size = re.search(rb"\nsize (\d+)", start)
+    of = f" for a file of {int(size[1])} B" if size else ""
+    return f"it is a Git LFS pointer{of}; fetch the real file, for example with `git lfs pull`"
+
+
 def parse_object(data: bytes, path: Path) -> dict[str, Any]:
     """Return the JSON object in ``data``; a byte-order mark in front of it is allowed."""
+    if kind := stands_for(data):
+        raise CorruptionError(f"{path}: not JSON: {kind}")
     try:
         document = json.loads(data.decode("utf-8-sig"), object_pairs_hook=unique_pairs)
     except json.JSONDecodeError as error:

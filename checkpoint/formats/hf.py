@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from checkpoint.formats.files import RangeReader, file_nbytes, parse_object, read_small
+from checkpoint.formats.files import RangeReader, file_nbytes, parse_object, plain, read_small
 from checkpoint.formats.safetensors import (
     PREFIX_NBYTES,
     Header,
@@ -33,11 +33,12 @@ _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<total>\d{5})\.safete
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _FOREIGN = (*_PICKLES, ".bin.index.json", ".h5", ".msgpack")
 _OURS = (".safetensors", ".safetensors.index.json", ".gguf")
+_VARIANT_INDEX = re.compile(r".+\.(safetensors|bin)\.index\.[^.]+\.json")
 
 
 def is_weights(name: str) -> bool:
     """Whether a file of this name holds or lists weights, in whatever format."""
-    return name.endswith((*_OURS, *_FOREIGN))
+    return name.endswith((*_OURS, *_FOREIGN)) or bool(_VARIANT_INDEX.fullmatch(name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +96,7 @@ def open_folder(folder: Path, *, weights: str | None = None) -> Source:
         folder=folder,
         headers=headers,
         tensors=tensors,
-        ignored=_ignored(folder, choice.files),
+        ignored=_ignored(folder, (*choice.files, choice.index)),
         notes=(*choice.notes, *notes),
     )
 
@@ -196,6 +197,8 @@ def _no_weights(folder: Path, names: Sequence[str]) -> str:
             f"are not read: save the model with safe_serialization=True first"
         )
     if others := [name for name in names if name.endswith((".safetensors", ".gguf"))]:
+        indexes = (name for name in names if ".safetensors.index." in name and is_weights(name))
+        others[:0] = indexes  # one shard alone would not do
         return f"{folder}: no {SINGLE} and no {INDEX}; found {others[0]}; name it with --weights"
     return f"{folder}: holds no weights; expected {SINGLE} or {INDEX}"
 
@@ -204,12 +207,11 @@ def _ignored(folder: Path, used: Sequence[str]) -> tuple[Ignored, ...]:
     reasons = []
     for path in sorted(folder.iterdir()):
         name = path.name
-        if name in used or name == INDEX:
+        if name in used or name == INDEX or not is_weights(name):
             continue
-        if name.endswith(_OURS):
-            reasons.append(Ignored(name=name, reason="weights that are not part of the set read"))
-        elif name.endswith(_FOREIGN):
-            reasons.append(Ignored(name=name, reason="not safetensors"))
+        ours = name.endswith(_OURS) or ".safetensors." in name
+        reason = "weights that are not part of the set read" if ours else "not safetensors"
+        reasons.append(Ignored(name=plain(name), reason=reason))
     return tuple(reasons)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NoReturn
 
-from checkpoint.formats.files import unique_pairs
+from checkpoint.formats.files import stands_for, unique_pairs
 from tiering.errors import CorruptionError
 from tiering.records import round_up
 
@@ -157,11 +157,9 @@ def tensor_nbytes(dtype: str, shape: Sequence[int]) -> int:
 def _what_it_is_instead(start: bytes) -> str:
     if not start:
         return "it is empty"
-    if start.startswith(b"version https://git-lfs"):
-        size = re.search(rb"\nsize (\d+)", start)
-        of = f" for a file of {int(size[1])} B" if size else ""
-        return f"it is a Git LFS pointer{of}; fetch the real file, for example with `git lfs pull`"
-    if re.match(rb"\s*<(!doctype|html|\?xml|head|body)", start, re.IGNORECASE):
+    if pointer := stands_for(start):
+        return pointer
+    if re.match(rb"(\xef\xbb\xbf)?\s*<(!doctype|html|\?xml|head|body)", start, re.IGNORECASE):
         return "it is an HTML or XML page, most likely a failed download; fetch it again"
     if start.startswith(b"PK\x03\x04"):
         return "it is a PyTorch pickle (or another zip file)"
@@ -169,6 +167,9 @@ def _what_it_is_instead(start: bytes) -> str:
         return "it is a GGUF file"
     if not start.strip(b"\0"):
         return "it begins with zeros only, most likely an unfinished download; fetch it again"
+    text = start[:60]  # a header's length has zeros in it
+    if len(start) >= PREFIX_NBYTES and text.isascii() and text.decode().isprintable():
+        return f"it is text that begins with {text.decode()!r}, most likely a failed download"
     return ""
 
 

@@ -118,16 +118,20 @@ class Batches:
 
 
 def collate(samples: Sequence[Sample]) -> MicroBatch:
-    """Return ``samples`` as one micro-batch. Padding is token 0: masked, and never a target."""
-    shape = (len(samples), max(len(sample.input_ids) for sample in samples))
+    """Return ``samples`` as one micro-batch. Padding is token 0: masked, and never a target.
+
+    A sample without tokens is one of padding that is not masked: attention over nothing is no
+    number.
+    """
+    shape = (len(samples), max(1, *(len(sample.input_ids) for sample in samples)))
     input_ids = torch.zeros(shape, dtype=torch.int64)
     mask = torch.zeros(shape, dtype=torch.int64)
     targets = torch.full(shape, IGNORED, dtype=torch.int64)
     for row, sample in enumerate(samples):
         length = len(sample.input_ids)
         input_ids[row, :length] = torch.tensor(sample.input_ids)
-        mask[row, :length] = 1
-        targets[row, : length - 1] = torch.tensor(sample.labels[1:], dtype=torch.int64)
+        mask[row, : max(1, length)] = 1
+        targets[row, : max(0, length - 1)] = torch.tensor(sample.labels[1:], dtype=torch.int64)
     return MicroBatch(
         input_ids=input_ids,
         attention_mask=None if bool(mask.all()) else mask,

@@ -45,15 +45,33 @@ def encode(
     Raises:
         TemplateError: With a sentence for the user.
     """
+    text, spans = render(tokenizer, messages, tools=tools)
+    tokens = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    ids: list[int] = tokens["input_ids"]
+    return ids, label(ids, tokens["offset_mapping"], spans)
+
+
+def render(
+    tokenizer: ChatTokenizer, messages: Sequence[Message], *, tools: Any = None
+) -> tuple[str, list[Span]]:
+    """Return the text of a conversation, and where in it the assistant's turns are.
+
+    Raises:
+        TemplateError: With a sentence for the user.
+    """
     if tokenizer.chat_template is None:
         raise TemplateError("the model's tokenizer has no chat template, which messages need")
     if not tokenizer.is_fast:
         raise TemplateError("messages need a fast tokenizer, which knows its tokens' places")
     text = _render(tokenizer, messages, tools)
-    spans = _answers(tokenizer, messages, text, tools)
-    tokens = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    ids: list[int] = tokens["input_ids"]
-    return ids, label(ids, tokens["offset_mapping"], spans)
+    for turn, message in enumerate(messages):
+        parts = message.get("content")
+        if parts and isinstance(parts, list) and str(parts) in text:
+            raise TemplateError(
+                f"the chat template writes the parts of messages[{turn}].content as a list of"
+                " Python; give content as a string"
+            )
+    return text, _answers(tokenizer, messages, text, tools)
 
 
 def label(ids: Sequence[int], offsets: Sequence[Span], spans: Sequence[Span]) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -22,6 +23,10 @@ class Tokenizer(chat.ChatTokenizer, Protocol):
     """What is used of a Hugging Face tokenizer."""
 
     eos_token_id: int | None
+
+    def get_vocab(self) -> dict[str, int]:
+        """Return every token with its id."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,21 +70,15 @@ class Dataset:
 
     def __getitem__(self, i: int) -> Sample:
         record = jsonl.read(self.records, self._file.fileno(), i)
-        try:
-            ids, labels = self._encode(record)
-        except chat.TemplateError as error:
-            raise RefusedError(f"{self.records.place(i)}: {error}") from error
-        return cut(ids, labels, self.max_seq_len)
-
-    def _encode(self, record: Mapping[str, Any]) -> tuple[list[int], list[int]]:
         if "input_ids" in record:
-            return record["input_ids"], record.get("labels", record["input_ids"])
+            ids = record["input_ids"]
+            return cut(ids, record.get("labels", ids), self.max_seq_len)
         if self._tokenizer is None:
             raise ValueError("text and messages need a tokenizer")
-        if "messages" in record:
-            return chat.encode(self._tokenizer, record["messages"], tools=record.get("tools"))
-        ids = encode_text(self._tokenizer, record["text"], self.max_seq_len)
-        return ids, ids
+        try:
+            return tokenise(self._tokenizer, record, self.max_seq_len)
+        except chat.TemplateError as error:
+            raise RefusedError(f"{self.records.place(i)}: {error}") from error
 
     def close(self) -> None:
         """Close the file."""
@@ -90,6 +89,53 @@ class Dataset:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def tokenise(tokenizer: Tokenizer, record: Mapping[str, Any], max_seq_len: int) -> Sample:
+    """Return the sample of a record of text or messages.
+
+    Raises:
+        TemplateError: The model's chat template cannot write the messages.
+    """
+    if "messages" in record:
+        ids, labels = chat.encode(tokenizer, record["messages"], tools=record.get("tools"))
+        return cut(ids, labels, max_seq_len)
+    ids = encode_text(tokenizer, record["text"], max_seq_len)
+    return cut(ids, ids, max_seq_len)
+
+
+class _Checker:
+    """Refuses records that would stop the run when their turn comes."""
+
+    def __init__(
+        self, tokenizer: Callable[[], Tokenizer], max_seq_len: int, vocab_size: int | None
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._max_seq_len = max_seq_len
+        self._vocab_size = vocab_size
+
+    def __call__(self, record: Mapping[str, Any]) -> None:
+        """Return if ``record`` can be tokenised; only what may fail is tried."""
+        if "input_ids" in record:
+            return
+        if self._vocab_size is not None and self._largest_id >= self._vocab_size:
+            sample = tokenise(self._tokenizer(), record, self._max_seq_len)
+            self._check_ids(sample, self._vocab_size)
+        elif "messages" in record:
+            chat.render(self._tokenizer(), record["messages"], tools=record.get("tools"))
+
+    @cached_property
+    def _largest_id(self) -> int:
+        return max(self._tokenizer().get_vocab().values(), default=-1)
+
+    def _check_ids(self, sample: Sample, vocab_size: int) -> None:
+        largest = max(sample.input_ids, default=-1)
+        if largest >= vocab_size:
+            token = next(t for t, i in self._tokenizer().get_vocab().items() if i == largest)
+            raise ValueError(
+                f"the tokenizer writes {token!r} as {largest}, but the model's vocabulary is 0 to "
+                f"{vocab_size - 1}: give the model a larger embedding, or its own tokenizer"
+            )
 
 
 def cut(ids: list[int], labels: list[int], length: int) -> Sample:
@@ -126,7 +172,13 @@ def open_dataset(
     Raises:
         RefusedError: A line that cannot be used, or no sample with anything to learn.
     """
-    records = jsonl.scan(path, vocab_size=vocab_size, skip_bad_lines=skip_bad_lines)
+    tokenizer = cache(tokenizer)
+    records = jsonl.scan(
+        path,
+        vocab_size=vocab_size,
+        skip_bad_lines=skip_bad_lines,
+        check_more=_Checker(tokenizer, max_seq_len, vocab_size),
+    )
     log.info("%s: %d records, %d lines left out", path, len(records), records.skipped)
     maker = tokenizer() if records.kinds - {"input_ids"} else None
     dataset = Dataset(records, max_seq_len=max_seq_len, tokenizer=maker)
@@ -161,10 +213,10 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
     try:
         tokenizer: Tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+    except Exception as error:  # what is read there may make it raise anything
         raise RefusedError(
-            f"{folder} has no usable tokenizer, which text and messages need: {reason}"
+            f"the model has no usable tokenizer, which text and messages need: "
+            f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         ) from error
     return tokenizer
 

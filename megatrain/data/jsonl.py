@@ -9,7 +9,7 @@ import os
 import sys
 import zlib
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -46,9 +46,16 @@ class Index:
         return f"{self.path}:{self.lines[i]}"
 
 
-def scan(path: Path, *, vocab_size: int | None = None, skip_bad_lines: bool = False) -> Index:
+def scan(
+    path: Path,
+    *,
+    vocab_size: int | None = None,
+    skip_bad_lines: bool = False,
+    check_more: Callable[[dict[str, Any]], None] | None = None,
+) -> Index:
     """Check every line of the file and return where its records are.
 
+    ``check_more`` raises ValueError for a record that is well made and yet of no use.
     Memory: 28 bytes a record, and the longest line.
 
     Raises:
@@ -62,7 +69,10 @@ def scan(path: Path, *, vocab_size: int | None = None, skip_bad_lines: bool = Fa
         if not _content(line):
             continue
         try:
-            kinds.add(check(parse(line), vocab_size))
+            record = parse(line)
+            kind = check(record, vocab_size)
+            if check_more:
+                check_more(record)
         except ValueError as error:
             if not skip_bad_lines:
                 raise RefusedError(f"{path}:{number}: {error}{_hint(number, line)}") from error
@@ -70,6 +80,7 @@ def scan(path: Path, *, vocab_size: int | None = None, skip_bad_lines: bool = Fa
             if skipped <= _REPORTED:
                 log.warning("%s:%d: left out: %s", path, number, error)
             continue
+        kinds.add(kind)
         offsets.append(offset)
         lengths.append(len(line))
         lines.append(number)
@@ -138,6 +149,10 @@ def _hint(number: int, line: bytes) -> str:
         return "; the file looks like one JSON array: write one object a line"
     if number == 1 and line.startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd")):
         return "; the file is compressed: unpack it first"
+    if number == 1 and line.startswith(b"PAR1"):
+        return "; the file is Parquet: write it as JSONL, one object a line"
+    if number == 1 and (line.startswith((b"\xff\xfe", b"\xfe\xff")) or b"{\0" in line[:2]):
+        return "; the file looks like UTF-16: save it as UTF-8"
     return ""
 
 

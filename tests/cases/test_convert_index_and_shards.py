@@ -138,6 +138,28 @@ def test_one_whole_set_without_an_index_is_used(folder: Path, tensors: Tensors) 
     assert f"no {INDEX}" in round_trip(folder, tensors)
 
 
+@pytest.mark.parametrize("name", ["model.safetensors.index.fp16.json", "my.safetensors.index.json"])
+def test_shards_of_another_name_are_read_by_the_index_that_was_named(
+    folder: Path, tensors: Tensors, name: str
+) -> None:
+    index = shard(folder, tensors, 2)
+    for i in range(2):
+        (folder / shard_name(i, 2)).rename(folder / shard_name(i, 2).replace("model", "variant"))
+    places = {key: file.replace("model", "variant") for key, file in index["weight_map"].items()}
+    write_json(folder / name, index | {"weight_map": places})
+    (folder / INDEX).unlink()
+    assert f"found {name}; name it with --weights" in refuse(folder)
+    assert "ignored" not in round_trip(folder, tensors, "--weights", name)
+    assert not (folder.parent / "out" / name).exists()
+
+
+def test_an_index_of_a_variant_is_ignored_by_name(folder: Path, tensors: Tensors) -> None:
+    write_json(folder / "model.safetensors.index.fp16.json", {"weight_map": {}})
+    notes = round_trip(folder, tensors)
+    assert "ignored model.safetensors.index.fp16.json: weights that are not part of" in notes
+    assert not (folder.parent / "out" / "model.safetensors.index.fp16.json").exists()
+
+
 def test_a_broken_set_without_an_index_is_refused(folder: Path, tensors: Tensors) -> None:
     shard(folder, tensors, 3)
     (folder / INDEX).unlink()

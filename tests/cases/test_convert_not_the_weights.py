@@ -10,6 +10,7 @@ import torch
 
 from tests.support.hf_cli import refuse, run
 from tests.support.hf_folders import (
+    INDEX,
     SINGLE,
     make_llama,
     save,
@@ -35,6 +36,9 @@ def pointer(data: bytes) -> bytes:
     [
         (pointer, ("Git LFS pointer", "for a file of {size} B", "git lfs pull")),
         (lambda b: b"<!DOCTYPE html><html><body>sign in</body></html>", ("HTML",)),
+        (lambda b: b"\xef\xbb\xbf<!doctype html>", ("HTML",)),
+        (lambda b: b"Invalid credentials", ("it is text that begins with 'Invalid credentials'",)),
+        (lambda b: b'{"error": "gated"}' * 9, ("it is text that begins with",)),
         (lambda b: b"", ("is empty",)),
         (lambda b: b[:200], ("inside its header", "200 B")),
         (lambda b: b[:5], ("5 B, too short",)),
@@ -43,7 +47,20 @@ def pointer(data: bytes) -> bytes:
         (lambda b: b + bytes(64), ("too long: expected {size} B", "64 B follow the last tensor")),
         (lambda b: bytes(len(b)), ("zeros only",)),
     ],
-    ids=["lfs", "html", "empty", "cut header", "cut prefix", "cut", "cut by one", "extra", "zeros"],
+    ids=[
+        "lfs",
+        "html",
+        "marked html",
+        "text",
+        "json",
+        "empty",
+        "cut header",
+        "cut prefix",
+        "cut",
+        "cut by one",
+        "extra",
+        "zeros",
+    ],
 )
 @pytest.mark.parametrize("single", [True, False])
 def test_a_file_that_is_not_whole_is_named_with_found_and_expected(
@@ -64,6 +81,28 @@ def test_a_file_that_is_not_whole_is_named_with_found_and_expected(
     assert path.name in said
     for part in parts:
         assert part.format(size=len(data), lost=lost) in said
+
+
+@pytest.mark.parametrize("name", ["config.json", INDEX, "tokenizer.json", "tokenizer.model"])
+def test_a_pointer_beside_the_weights_is_named(tmp_path: Path, name: str) -> None:
+    shard(tmp_path / "model", make_llama(tmp_path / "model"), 2)
+    (tmp_path / "model" / name).write_bytes(pointer(bytes(700)))
+    said = refuse(tmp_path / "model")
+    assert name in said
+    assert "it is a Git LFS pointer for a file of 700 B" in said
+
+
+@pytest.mark.parametrize("name", ["config.json", INDEX, SINGLE, "tokenizer.json"])
+@pytest.mark.parametrize("target", ["../../blobs/gone", "{name}"])
+def test_a_link_to_nothing_is_named(tmp_path: Path, name: str, target: str) -> None:
+    model = tmp_path / "model"
+    tensors = make_llama(model)
+    if name != SINGLE:
+        shard(model, tensors, 2)
+    (model / name).unlink(missing_ok=True)
+    (model / name).symlink_to(target.format(name=name))
+    said = refuse(model)
+    assert f"{name}: a link to {target.format(name=name)}, which is not there" in said
 
 
 def test_a_folder_without_weights_says_what_was_expected(tmp_path: Path) -> None:

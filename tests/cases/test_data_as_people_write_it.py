@@ -75,6 +75,19 @@ def test_a_bad_line_is_refused_with_file_line_and_reason(tmp_path: Path, kind: s
         jsonl.scan(path, vocab_size=96)
 
 
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("{}\n".encode("utf-16"), "looks like UTF-16: save it as UTF-8"),
+        ("{}\n".encode("utf-16-le"), "looks like UTF-16: save it as UTF-8"),
+        (b"PAR1\x15\x04\n\xff", "is Parquet: write it as JSONL"),
+    ],
+)
+def test_another_kind_of_file_is_named(tmp_path: Path, content: bytes, reason: str):
+    with pytest.raises(RefusedError, match=rf"train\.jsonl:1: .*; the file {reason}"):
+        jsonl.scan(write(tmp_path / "train.jsonl", content))
+
+
 def test_bad_lines_are_left_out_and_counted_when_asked(tmp_path: Path):
     lines = [ROWS[0], b"{", ROWS[1], b"nothing", ROWS[2]]
     index = jsonl.scan(write(tmp_path / "t.jsonl", b"\n".join(lines)), skip_bad_lines=True)

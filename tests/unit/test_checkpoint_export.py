@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.hf_cli import run
+from tests.support.hf_cli import round_trip, run
 from tests.support.hf_folders import SINGLE, Tensors, assert_same, load_folder, make_llama, save
 
 
@@ -63,6 +63,20 @@ def test_what_stays_behind_is_listed(tmp_path: Path, tensors: Tensors) -> None:
     notes = run("convert", tmp_path / "model", tmp_path / "other").stderr
     assert "ignored optimizer.pt" in notes
     assert "ignored picture.png" in notes
+
+
+@pytest.mark.parametrize("name", ["a\nb.json", "a\x7f.gguf", os.fsdecode(b"\xff.md"), "dir.json"])
+def test_what_a_store_cannot_carry_stays_behind(tmp_path: Path, name: str) -> None:
+    tensors = make_llama(tmp_path / "model")
+    beside = tmp_path / "model" / name
+    if name == "dir.json":
+        beside.mkdir()
+    else:
+        beside.write_bytes(b"{}")
+    (tmp_path / "model" / "übrig, und mehr (2).txt").write_bytes(b"kept")
+    assert "ignored " in round_trip(tmp_path / "model", tensors)
+    assert (tmp_path / "out" / "übrig, und mehr (2).txt").read_bytes() == b"kept"
+    assert not (tmp_path / "out" / name).exists()
 
 
 def test_an_existing_folder_is_replaced_only_on_request(tmp_path: Path, store: Path) -> None:

@@ -76,6 +76,37 @@ def test_what_the_template_refuses_is_told_with_file_and_line(tmp_path: Path):
         open_dataset(path, max_seq_len=99, tokenizer=lambda: toy_tokenizer(template))
 
 
+STRICT = (
+    "{% if messages[0]['role'] != 'user' %}{{ raise_exception('user must begin') }}{% endif %}"
+    + CHATML
+)
+LATE = [{"messages": CHAT[1:]}] * 3 + [{"messages": CHAT[2:]}, {"messages": CHAT[1:]}]
+
+
+def test_a_late_line_that_the_template_refuses_is_told_before_the_first_step(tmp_path: Path):
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in LATE))
+    with pytest.raises(RefusedError, match=r"train\.jsonl:4: .*refuses .*: user must begin"):
+        open_dataset(path, max_seq_len=99, tokenizer=lambda: toy_tokenizer(STRICT))
+    samples = open_dataset(
+        path, max_seq_len=99, tokenizer=lambda: toy_tokenizer(STRICT), skip_bad_lines=True
+    )
+    with samples:
+        assert (len(samples), samples.records.skipped) == (4, 1)
+        assert all(sample.targets for sample in samples)
+
+
+def test_parts_that_a_template_prints_as_a_list_are_refused():
+    parts = [{"type": "text", "text": "Hi"}]
+    message = [{"role": "user", "content": parts}, {"role": "assistant", "content": "Hello"}]
+    with pytest.raises(chat.TemplateError, match=r"the parts of messages\[0\].content as a list"):
+        chat.encode(toy_tokenizer(), message)
+    joins = CHATML.replace(
+        "{{ m['content'] }}", "{{ m['content'] | map(attribute='text') | join }}"
+    )
+    chat.encode(toy_tokenizer(joins), [message[0]])
+
+
 def test_a_tokenizer_without_a_template_is_refused():
     with pytest.raises(chat.TemplateError, match="has no chat template, which messages need"):
         chat.encode(toy_tokenizer(None), CHAT)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import logging
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,41 @@ def test_a_tokenizer_is_made_from_the_files_a_store_carries(tmp_path: Path):
     assert again.chat_template == TOKENIZER.chat_template
 
 
+TOKENIZERS = {
+    "nothing": b"",
+    "no tokenizer": b"{}",
+    "a list": b"[]",
+    "a pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",
+}
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_tokenizer_files_of_any_content_are_read_or_refused(tmp_path: Path, kind: str, file: str):
+    TOKENIZER.save_pretrained(tmp_path)
+    (tmp_path / file).write_bytes(TOKENIZERS[kind])
+    files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with suppress(RefusedError):
+        tokenizer_from_files(files)
+
+
+@pytest.mark.parametrize("record", [{"text": "ab"}, {"messages": [{"role": "a", "content": "ab"}]}])
+def test_a_token_that_the_model_has_no_row_for_is_named_before_the_first_step(
+    tmp_path: Path, record: dict[str, Any]
+):
+    path = tmp_path / "train.jsonl"
+    path.write_text('{"text": "!!"}\n' + json.dumps(record))
+    rows = TOKENIZER("a")["input_ids"][0] + 1
+    silent = toy_tokenizer(None if "text" in record else "{{ messages[0]['content'] }}")
+    silent.eos_token = None
+    with pytest.raises(RefusedError, match=rf":2: .* writes 'b' as {rows}, .* is 0 to {rows - 1}"):
+        open_dataset(path, max_seq_len=9, tokenizer=lambda: silent, vocab_size=rows)
+    with open_dataset(
+        path, max_seq_len=9, tokenizer=lambda: silent, vocab_size=rows + 1
+    ) as samples:
+        assert len(samples) == 2
+
+
 def test_a_file_that_changes_during_the_run_is_noticed(dataset):
     samples = dataset({"text": "abc"}, {"text": "def"})
     path = samples.records.path
@@ -137,6 +173,15 @@ def test_a_sample_of_one_token_is_padded_like_any_other():
 def batches(samples: list[Sample], micro_batch: int, accumulate: int) -> Batches:
     order = Order(size=len(samples), fingerprint="f", shuffle=False)
     return Batches(samples, order, micro_batch=micro_batch, accumulate=accumulate)
+
+
+def test_a_sample_without_tokens_is_padding_that_attention_can_see():
+    empty = Sample(input_ids=[], labels=[])
+    for batch, width in ((collate([empty]), 1), (collate([sample(3), empty]), 3)):
+        mask = batch.attention_mask
+        assert mask is None or mask.sum(1).tolist() == [3, 1]
+        assert batch.input_ids.shape[1] == width
+        assert batch.targets[-1].tolist() == [-100] * width
 
 
 def test_a_window_counts_what_is_in_it():
