@@ -41,6 +41,7 @@ TESTS = (
     "tests/crash/test_power_cut.py",
     "tests/crash/test_power_cut_recording.py",
     "tests/crash/test_tiering_order.py",
+    "tests/crash/test_syncs_reach_the_kernel.py",
     "tests/unit/test_tiering_lock.py",
     "tests/unit/test_tiering_store.py",
     "tests/crash/test_tiering_retention.py",
