@@ -56,6 +56,8 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="functions or files; default: all")
     parser.add_argument("--list", action="store_true", help="print the changes, run nothing")
     parser.add_argument("--jobs", type=int, default=1, help="how many at once")
+    parser.add_argument("--limit", type=int, default=LIMIT_S, help="seconds for each change")
+    parser.add_argument("--learned", type=Path, help="where it is kept which tests run what")
     arguments = parser.parse_args()
     changes = [c for c in all_changes() if c.is_one_of(arguments.names)]
     if arguments.list:
@@ -63,7 +65,7 @@ def main() -> None:
             print(f"{change.where}: {change.text}")
         print(len(changes))
         return
-    sys.exit(Trials(changes, arguments.jobs).run())
+    sys.exit(Trials(changes, arguments.jobs, arguments.limit).run(arguments.learned))
 
 
 # -- trials ----------------------------------------------------------------------------------------
@@ -87,23 +89,29 @@ class Trials:
 
     changes: Sequence[Change]
     jobs: int
+    limit_s: int
     covered: Mapping[str, Any] = field(default_factory=dict)
     kills: collections.Counter[tuple[str, str]] = field(default_factory=collections.Counter)
     unexplained: int = 0
     noticed: int = 0
 
-    def run(self) -> int:
+    def run(self, learned: Path | None = None) -> int:
         with tempfile.TemporaryDirectory() as folder:
             places = [make_copy(Path(folder) / str(n)) for n in range(self.jobs)]
             warm()
-            self.covered = learn(places[0])
+            if learned is None or not learned.exists():
+                self.covered = learn(places[0])
+            else:
+                self.covered = json.loads(learned.read_text())
+            if learned is not None:
+                learned.write_text(json.dumps(self.covered))
             print("| where | change | what notices it |\n|---|---|---|", flush=True)
             waiting, idle = list(self.changes)[::-1], list(places)
             while waiting or len(idle) < len(places):
                 while waiting and idle:
                     self.begin(idle.pop(), waiting.pop())
                 working = [place for place in places if place not in idle]
-                for place in finished(working):
+                for place in finished(working, self.limit_s):
                     self.end(place)
                     idle.append(place)
         print(f"\n{len(self.changes)} changes, {self.noticed} noticed, ", end="")
@@ -119,11 +127,13 @@ class Trials:
     def tests_of(self, change: Change) -> list[str]:
         """Return the tests that run a function, those that noticed most and fastest first."""
         key = f"{change.file}:{change.function}"
+        kills = self.kills
         found = [t for t, about in self.covered.items() if key in about["ran"] or about["forked"]]
 
         def order(test: str) -> tuple[float, ...]:
             file = test.partition("::")[0]
-            return (-self.kills[change.file, test], TESTS.index(file), self.covered[test]["took"])
+            noticed = (-kills[key, test], -kills[change.file, test])
+            return (*noticed, TESTS.index(file), self.covered[test]["took"])
 
         return sorted(found, key=order)
 
@@ -134,12 +144,13 @@ class Trials:
         lines = [json.loads(line) for line in place.output.splitlines()]
         failed = next((line for line in lines if "failed" in line), None)
         if failed:
-            self.kills[change.file, failed["failed"]] += 1
+            for part in (change.file, f"{change.file}:{change.function}"):
+                self.kills[part, failed["failed"]] += 1
             verdict = f"{failed['failed'].partition('/')[2]}: {failed['error']}"
-        elif took > LIMIT_S or not any("ended" in line for line in lines):
-            verdict = "hangs or dies in " + str([x["test"] for x in lines if "test" in x][-1:])
-        else:
+        elif took < LIMIT_S and (took > self.limit_s or lines[-1:] == [{"ended": True}]):
             verdict = f"**{reason(change)}**"
+        else:
+            verdict = "hangs or dies in " + str([x["test"] for x in lines if "test" in x][-1:])
         self.noticed += not verdict.startswith("**")
         self.unexplained += verdict == "**NOTHING**"
         print(f"| {change.where} | {change.text} | {verdict.replace('|', '/')} |", flush=True)
@@ -262,7 +273,7 @@ def learn(place: Place) -> Mapping[str, Any]:
         (place.folder / file).write_text(telling(file))
     place.output, place.begin = b"", time.monotonic()
     start(place, TESTS, "learn")
-    while not finished([place]):
+    while not finished([place], LIMIT_S):
         pass
     for file in FILES:
         shutil.copyfile(ROOT / file, place.folder / file)
@@ -275,14 +286,14 @@ def learn(place: Place) -> Mapping[str, Any]:
     return learned
 
 
-def finished(places: Sequence[Place]) -> list[Place]:
+def finished(places: Sequence[Place], limit_s: float) -> list[Place]:
     """Wait until some processes have something to say; return those that have ended."""
     ready, _, _ = select.select([place.pipe for place in places], [], [], 5.0)
     ended = []
     for place in places:
         more = os.read(place.pipe, 1 << 16) if place.pipe in ready else b"-"
         place.output += more if place.pipe in ready else b""
-        if not more or time.monotonic() - place.begin > LIMIT_S:
+        if not more or time.monotonic() - place.begin > limit_s:
             os.killpg(place.pid, signal.SIGKILL)
             os.waitpid(place.pid, 0)
             os.close(place.pipe)
