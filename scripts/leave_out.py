@@ -47,6 +47,7 @@ TESTS = (
     "tests/crash/test_tiering_retention.py",
     "tests/crash/test_tiering_move.py",
     "tests/unit/test_metrics.py",
+    "tests/conformance/test_zarr3_writes.py",
     "tests/crash/test_slot_model.py",
 )
 
