@@ -202,7 +202,6 @@ def _remove_unread(path: Path) -> bool:
     if fd is None:
         return False
     try:
-        fsops.unlink(path)
         fsops.remove_tree(path.parent)
     finally:
         os.close(fd)
