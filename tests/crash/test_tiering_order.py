@@ -17,6 +17,7 @@ from tests.support.tiering_stores import (
 )
 from tiering import fsops
 from tiering.errors import StorageError
+from tiering.generations import MARKER
 from tiering.store import open_reader, open_writer
 
 
@@ -46,6 +47,13 @@ def test_a_commit_makes_bytes_durable_before_names_and_frees_last(store: Path) -
     ]
     places = [log.index(step) for step in order]
     assert places == sorted(places)
+
+
+def test_opening_for_writing_removes_the_mark_of_a_creation_that_was_done(store: Path) -> None:
+    mark = store / MARKER
+    mark.write_text("killed between the root and the removal of this")
+    with open_writer(store):
+        assert not mark.exists()
 
 
 def test_opening_for_writing_makes_the_visible_root_durable_before_it_frees(store: Path) -> None:
