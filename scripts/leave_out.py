@@ -37,17 +37,17 @@ COPIED = ("tiering", "checkpoint", "megatrain", "tests", "docs", "pyproject.toml
 LIMIT_S = 900
 _PR_SET_PDEATHSIG = 1
 
-TESTS = (
-    "tests/crash/test_power_cut.py",
-    "tests/crash/test_power_cut_recording.py",
+TESTS = (  # in this order: what is short and strict comes first
     "tests/crash/test_tiering_order.py",
     "tests/crash/test_syncs_reach_the_kernel.py",
+    "tests/crash/test_power_cut_recording.py",
+    "tests/unit/test_metrics.py",
+    "tests/conformance/test_zarr3_writes.py",
+    "tests/crash/test_power_cut.py",
     "tests/unit/test_tiering_lock.py",
     "tests/unit/test_tiering_store.py",
     "tests/crash/test_tiering_retention.py",
     "tests/crash/test_tiering_move.py",
-    "tests/unit/test_metrics.py",
-    "tests/conformance/test_zarr3_writes.py",
     "tests/crash/test_slot_model.py",
 )
 

@@ -51,6 +51,7 @@ def test_a_commit_makes_bytes_durable_before_names_and_frees_last(store: Path) -
 
 def test_opening_for_writing_removes_the_mark_of_a_creation_that_was_done(store: Path) -> None:
     mark = store / MARKER
+    assert not mark.exists()  # a creation that was not killed removes it
     mark.write_text("killed between the root and the removal of this")
     with open_writer(store):
         assert not mark.exists()
