@@ -79,6 +79,24 @@ def _rename_of_root(recording: Recording) -> int:
 
 
 @pytest.mark.root
+def test_a_kill_before_the_last_file_of_a_slot_is_durable_and_then_a_power_cut_lose_nothing(
+    place: Workplace,
+) -> None:
+    """The slot looks complete to whoever comes after the kill, and is written to."""
+    scenario = place.repair()
+    recording = scenario.record()
+    last = place.store / "slots" / "1" / "zarr.json"
+    time = next(
+        step.begin
+        for step in recording.steps
+        if step.operation.action == "fsync" and step.operation.path == last
+    )
+    search = Search(check=scenario.check, bounds=QUICK)
+    search.run(History(scenario.resume(recording, time)), since=time, killed=time)
+    assert search.count.different > 2
+
+
+@pytest.mark.root
 def test_every_sync_of_a_commit_is_needed(place: Workplace) -> None:
     scenario = place.commits(1)
     recording = scenario.record()
