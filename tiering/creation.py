@@ -95,7 +95,7 @@ def _created(
     _write_marker(store, uuid, plan)
     for name in ("manifests", "schema", "slots", "drives"):
         fsops.make_dir(store / name)
-    fsops.write_file(store / "slots" / "zarr.json", group_document())
+    fsops.create_file(store / "slots" / "zarr.json", group_document())
     for drive in plan:
         create_drive(store, uuid, drive)
     schema = write_schema_files(store, schema_files)

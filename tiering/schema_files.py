@@ -17,7 +17,7 @@ _NAME_MOST = 1024
 def write_schema_files(store: Path, files: Mapping[str, bytes]) -> str:
     """Write ``files`` below ``schema/<digest>/`` and return the digest of their list.
 
-    Their names are durable after a sync of the file system.
+    They are durable after a sync of the file system.
     """
     index = encode_json({name: digest(data) for name, data in sorted(files.items())})
     key = digest(index)
@@ -25,8 +25,8 @@ def write_schema_files(store: Path, files: Mapping[str, bytes]) -> str:
     fsops.make_dir(folder)
     for name, data in files.items():
         _make_parents(folder, _checked(name))
-        fsops.write_file(folder / name, data)
-    fsops.write_file(_index_path(store, key), index)
+        fsops.create_file(folder / name, data)
+    fsops.create_file(_index_path(store, key), index)
     return key
 
 

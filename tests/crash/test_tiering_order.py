@@ -49,6 +49,20 @@ def test_a_commit_makes_bytes_durable_before_names_and_frees_last(store: Path) -
     assert places == sorted(places)
 
 
+def test_a_slot_stops_being_complete_durably_before_anything_of_it_is_removed(store: Path) -> None:
+    log: list[tuple[str, str]] = []
+    with open_writer(store) as writer, fsops.observed(lambda a, p: log.append((a, p.name))):
+        writer.drop_free_slots()
+    first = log.index(("remove", "zarr.json"))
+    files = [n for n, (action, name) in enumerate(log) if action == "remove" and name[:2] == "1."]
+    assert log[first + 1 : first + 3] == [("open", "1"), ("fsync folder", "1")]
+    assert files
+    assert first + 2 < min(files)
+    assert max(files) < log.index(("remove", "1"))
+    assert not (store / "slots" / "1").exists()
+    assert not [path for drive in writer.drives for path in drive.folder.glob("1.*")]
+
+
 def test_opening_for_writing_removes_the_mark_of_a_creation_that_was_done(store: Path) -> None:
     mark = store / MARKER
     assert not mark.exists()  # a creation that was not killed removes it
