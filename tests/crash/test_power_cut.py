@@ -97,6 +97,23 @@ def test_a_kill_before_the_last_file_of_a_slot_is_durable_and_then_a_power_cut_l
 
 
 @pytest.mark.root
+def test_a_kill_before_the_removal_of_a_drive_is_durable_and_then_a_power_cut_leave_nothing(
+    place: Workplace,
+) -> None:
+    """Whoever comes after the kill sees no folder there, and forgets that there was one."""
+    scenario = place.creation_given_up()
+    recording = scenario.record()
+    time = next(
+        step.begin
+        for step in reversed(recording.steps)
+        if step.operation.action == "fsync folder" and step.operation.path in place.drives.values()
+    )
+    search = Search(check=scenario.check, bounds=QUICK)
+    search.run(History(scenario.resume(recording, time)), since=time, killed=time)
+    assert search.count.different > 2
+
+
+@pytest.mark.root
 def test_every_sync_of_a_commit_is_needed(place: Workplace) -> None:
     scenario = place.commits(1)
     recording = scenario.record()

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.tiering_stores import (
+    RECORDS,
     assert_state,
     content,
     fill,
@@ -16,9 +17,11 @@ from tests.support.tiering_stores import (
     small_chunks,
 )
 from tiering import fsops
+from tiering.drive import Drive
+from tiering.drives import create_drive
 from tiering.errors import StorageError
 from tiering.generations import MARKER
-from tiering.store import open_reader, open_writer
+from tiering.store import create_store, open_reader, open_writer
 
 
 @pytest.fixture(name="store")
@@ -61,6 +64,38 @@ def test_a_slot_stops_being_complete_durably_before_anything_of_it_is_removed(st
     assert max(files) < log.index(("remove", "1"))
     assert not (store / "slots" / "1").exists()
     assert not [path for drive in writer.drives for path in drive.folder.glob("1.*")]
+
+
+def test_a_new_drive_is_found_by_its_link_and_known_by_its_label_after_a_crash(
+    store: Path, tmp_path: Path
+) -> None:
+    log: list[tuple[str, str]] = []
+    drive = Drive(number=2, folder=tmp_path / "new", link=str(tmp_path / "new"))
+    with fsops.observed(lambda a, p: log.append((a, p.name))):
+        create_drive(store, "0" * 32, drive)
+    assert [step for step in log if step[0] != "open"] == [
+        ("link", "2"),
+        ("fsync folder", "drives"),  # first, or nobody finds the folder, and its place is taken
+        ("create folder", "new"),
+        ("create", "drive.json"),
+        ("write", "drive.json"),
+        ("fsync", "drive.json"),
+        ("fsync folder", "new"),
+        ("fsync folder", tmp_path.name),
+    ]
+
+
+def test_a_creation_that_is_given_up_is_locked_until_nothing_else_of_it_is_left(
+    tmp_path: Path,
+) -> None:
+    log: list[tuple[str, str]] = []
+    with (
+        fsops.observed(lambda a, p: log.append((a, p.name))),
+        create_store(tmp_path / "store", records=RECORDS[:1], schema_files={}),
+    ):
+        pass
+    assert log[-2:] == [("remove", "LOCK"), ("remove", "store")]
+    assert not (tmp_path / "store").exists()
 
 
 def test_opening_for_writing_removes_the_mark_of_a_creation_that_was_done(store: Path) -> None:
