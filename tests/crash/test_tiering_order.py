@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from tests.support.tiering_stores import (
     RECORDS,
     assert_state,
     content,
+    equal_rates,
     fill,
     make_store,
     memory_folder,
@@ -18,9 +21,10 @@ from tests.support.tiering_stores import (
 )
 from tiering import fsops
 from tiering.drive import Drive
-from tiering.drives import create_drive
+from tiering.drives import create_drive, drop_drive, replace_link
 from tiering.errors import StorageError
 from tiering.generations import MARKER
+from tiering.moving import move_store
 from tiering.store import create_store, open_reader, open_writer
 
 
@@ -83,6 +87,53 @@ def test_a_new_drive_is_found_by_its_link_and_known_by_its_label_after_a_crash(
         ("fsync folder", "new"),
         ("fsync folder", tmp_path.name),
     ]
+
+
+def test_a_drive_goes_with_its_label_last_and_before_the_link_to_it(store: Path) -> None:
+    log: list[tuple[str, str]] = []
+    with open_reader(store) as reader:
+        root, drive = reader.root, reader.drives[1]
+    for path in drive.folder.iterdir():
+        if path != drive.label:
+            path.unlink()
+    (drive.folder / "drive.json.unfinished").write_text("killed while it was written anew")
+    (store / "drives" / "2").symlink_to(drive.folder)
+    with fsops.observed(lambda a, p: log.append((a, p.name))):
+        drop_drive(store, root.uuid, drive)
+        drop_drive(store, root.uuid, replace(drive, number=2))  # a kill came before the first sync
+    assert [step for step in log if step[0] != "open"] == [
+        ("remove", "drive.json.unfinished"),
+        ("remove", "drive.json"),
+        ("remove", drive.folder.name),
+        ("fsync folder", drive.folder.parent.name),
+        ("remove", "1"),
+        ("fsync folder", "drives"),
+        ("fsync folder", drive.folder.parent.name),
+        ("remove", "2"),
+        ("fsync folder", "drives"),
+    ]
+
+
+def test_a_link_that_a_kill_left_unfinished_is_in_nobodys_way(store: Path, tmp_path: Path) -> None:
+    unfinished = store / "link.new"
+    unfinished.symlink_to(tmp_path)
+    replace_link(store, store / "drives" / "0", "/elsewhere")
+    assert os.readlink(store / "drives" / "0") == "/elsewhere"
+    assert not os.path.lexists(unfinished)
+
+
+def test_a_move_makes_the_visible_root_durable_first_and_removes_what_a_kill_left(
+    store: Path, tmp_path: Path
+) -> None:
+    log: list[tuple[str, str]] = []
+    (tmp_path / "c").mkdir()
+    (store / "link.new").symlink_to(tmp_path)
+    with fsops.observed(lambda a, p: log.append((a, p.name))):
+        move_store(store, [tmp_path / "c"], measure=equal_rates)
+    first = log.index(("fsync", "zarr.json"))
+    assert log[first + 1 : first + 3] == [("open", "store"), ("fsync folder", "store")]
+    assert {action for action, _ in log[:first]} <= {"open", "truncate", "write"}  # of the lock
+    assert not os.path.lexists(store / "link.new")
 
 
 def test_a_creation_that_is_given_up_is_locked_until_nothing_else_of_it_is_left(
