@@ -235,5 +235,5 @@ def test_a_pool_needs_a_second_slot(tmp_path: Path) -> None:
         store = make_store(tmp_path / "one", slots=1)
         with open_writer(store) as writer, Arena(4096) as arena:
             pool = Pool(writer, {}, {Tier.PINNED: arena})
-            with pytest.raises(RefusedError, match="ensure_slots"):
+            with pytest.raises(RefusedError, match="fit_slots"):
                 pool.begin_step()
