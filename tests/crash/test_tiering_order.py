@@ -149,6 +149,32 @@ def test_a_creation_that_is_given_up_is_locked_until_nothing_else_of_it_is_left(
     assert not (tmp_path / "store").exists()
 
 
+def test_a_first_commit_in_doubt_is_taken_back_durably_before_what_it_names(tmp_path: Path) -> None:
+    log: list[tuple[str, str]] = []
+
+    def observe(action: str, path: Path) -> None:
+        log.append((action, path.name))
+        if action == "fsync folder" and log[-3:-2] == [("rename", "zarr.json")]:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with (
+        small_chunks(),
+        pytest.raises(StorageError, match="fsync folder"),
+        fsops.observed(observe),
+        create_store(tmp_path / "store", records=RECORDS[:1], schema_files={}) as writer,
+    ):
+        fill(writer, 1)
+    after = log[log.index(("rename", "zarr.json")) + 1 :]
+    assert after[:5] == [
+        ("open", "store"),
+        ("fsync folder", "store"),  # fails
+        ("remove", "zarr.json"),
+        ("open", "store"),
+        ("fsync folder", "store"),
+    ]
+    assert not (tmp_path / "store").exists()
+
+
 def test_opening_for_writing_removes_the_mark_of_a_creation_that_was_done(store: Path) -> None:
     mark = store / MARKER
     assert not mark.exists()  # a creation that was not killed removes it
