@@ -136,6 +136,18 @@ def test_a_move_makes_the_visible_root_durable_first_and_removes_what_a_kill_lef
     assert not os.path.lexists(store / "link.new")
 
 
+def test_a_copy_that_fails_takes_no_room(store: Path, tmp_path: Path) -> None:
+    (tmp_path / "c").mkdir()
+
+    def observe(action: str, path: Path) -> None:
+        if action == "fsync" and path.name.endswith(fsops.UNFINISHED):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with pytest.raises(StorageError, match="fsync"), fsops.observed(observe):
+        move_store(store, [tmp_path / "c"], measure=equal_rates)
+    assert list((tmp_path / "c").glob("*/*")) == list((tmp_path / "c").glob("*/drive.json"))
+
+
 def test_a_creation_that_is_given_up_is_locked_until_nothing_else_of_it_is_left(
     tmp_path: Path,
 ) -> None:
