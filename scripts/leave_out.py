@@ -343,6 +343,18 @@ REASONS: Mapping[tuple[str, str], str] = {
     ("write_schema_files", "`fsops.create_file"): _TOGETHER,
     ("clear_remains", "`for drive in unlisted"): _LOCAL,
     ("clear_remains", "`fsops.unlink(self._store / NEW_LINK"): _LOCAL,
+    (
+        "clear_remains",
+        "without `fsops.unlink(self._store",
+    ): "a link that is replaced removes it too",
+    ("_copy_data", "`if writing"): "the copy only waits earlier",
+    ("_copy_data", "without `writing.result()"): _FAULTS,
+    ("_copy_data", "without `writing.exception()"): "closing the drive waits too, and comes first",
+    ("is_held", "without `claim"): "noticed by unit/test_checkpoint_prune.py",
+    ("write_all", "`if record.codec"): "an encoded record has no unaligned tail",
+    ("_end", "without `self._finish()"): "no transfer ends then, and no test",
+    ("finish", "without `self._file.close()"): "noticed by conformance/test_zarr3_writes.py",
+    ("discard", "without"): "noticed by conformance/test_zarr3_writes.py",
     ("_claimed", "without `lock.claim"): "noticed by unit/test_tiering_drives.py",
     ("_claimed", "`yield`"): "noticed by unit/test_tiering_drives.py",
 }
