@@ -346,7 +346,7 @@ REASONS: Mapping[tuple[str, str], str] = {
     (
         "clear_remains",
         "without `fsops.unlink(self._store",
-    ): "a link that is replaced removes it too",
+    ): "the next link removes it too",
     ("_copy_data", "`if writing"): "the copy only waits earlier",
     ("_copy_data", "without `writing.result()"): _FAULTS,
     ("_copy_data", "without `writing.exception()"): "closing the drive waits too, and comes first",
