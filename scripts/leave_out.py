@@ -58,7 +58,9 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="print the changes, run nothing")
     parser.add_argument("--jobs", type=int, default=1, help="how many at once")
     parser.add_argument("--limit", type=int, default=LIMIT_S, help="seconds for each change")
-    parser.add_argument("--learned", type=Path, help="where it is kept which tests run what")
+    parser.add_argument(
+        "--learned", type=Path, help="keep here which tests run what; remove it when they change"
+    )
     arguments = parser.parse_args()
     changes = [c for c in all_changes() if c.is_one_of(arguments.names)]
     if arguments.list:
@@ -363,7 +365,8 @@ REASONS: Mapping[tuple[str, str], str] = {
 def reason(change: Change) -> str:
     """Return why a change may be made, or NOTHING."""
     for (function, beginning), text in REASONS.items():
-        if change.function.endswith(function) and change.text.startswith(beginning):
+        named = change.function.rpartition(".")[2] == function
+        if named and change.text.startswith(beginning):
             return text
     return "NOTHING"
 

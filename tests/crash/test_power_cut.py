@@ -13,7 +13,7 @@ import pytest
 from tests.support.power_cut import SYNCS, History, Recording
 from tests.support.power_cut_files import BESIDE_STORES
 from tests.support.power_cut_images import QUICK, Search, Violation
-from tests.support.power_cut_scenarios import SCENARIOS, Workplace, workplace
+from tests.support.power_cut_scenarios import SCENARIOS, Scenario, Workplace, workplace
 
 Record = Callable[[str, object], None]
 
@@ -70,6 +70,12 @@ def test_a_kill_around_the_rename_of_the_root_and_then_a_power_cut_lose_nothing(
     assert search.count.different > 20
 
 
+def _cut_after_a_kill(scenario: Scenario, recording: Recording, time: int) -> None:
+    search = Search(check=scenario.check, bounds=QUICK)
+    search.run(History(scenario.resume(recording, time)), since=time, killed=time)
+    assert search.count.different > 2
+
+
 def _rename_of_root(recording: Recording) -> int:
     return next(
         step.begin
@@ -91,9 +97,7 @@ def test_a_kill_before_the_last_file_of_a_slot_is_durable_and_then_a_power_cut_l
         for step in recording.steps
         if step.operation.action == "fsync" and step.operation.path == last
     )
-    search = Search(check=scenario.check, bounds=QUICK)
-    search.run(History(scenario.resume(recording, time)), since=time, killed=time)
-    assert search.count.different > 2
+    _cut_after_a_kill(scenario, recording, time)
 
 
 @pytest.mark.root
@@ -108,9 +112,7 @@ def test_a_kill_before_the_removal_of_a_drive_is_durable_and_then_a_power_cut_le
         for step in reversed(recording.steps)
         if step.operation.action == "fsync folder" and step.operation.path in place.drives.values()
     )
-    search = Search(check=scenario.check, bounds=QUICK)
-    search.run(History(scenario.resume(recording, time)), since=time, killed=time)
-    assert search.count.different > 2
+    _cut_after_a_kill(scenario, recording, time)
 
 
 @pytest.mark.root
