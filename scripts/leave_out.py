@@ -336,7 +336,6 @@ REASONS: Mapping[tuple[str, str], str] = {
     ("create_slot", "`fsops.symlink"): _WHOLE,
     ("settle_slot", "`fsops.fsync_dir"): "both are durable on return",
     ("removable", "without `lock.is_held"): "noticed by unit/test_checkpoint_prune.py",
-    ("_locked", "without `fsops.remove_tree"): _FAULTS,
     ("_created", "`for drive in plan"): _TOGETHER,
     ("_created", "`schema = write_schema_files"): _TOGETHER,
     ("_write_marker", "`fsops.fsync_dir(store.parent)"): "both are durable on return",

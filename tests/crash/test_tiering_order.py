@@ -161,6 +161,20 @@ def test_a_creation_that_is_given_up_is_locked_until_nothing_else_of_it_is_left(
     assert not (tmp_path / "store").exists()
 
 
+def test_a_creation_whose_lock_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    def observe(action: str, path: Path) -> None:
+        if (action, path.name) == ("truncate", "LOCK"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with (
+        pytest.raises(StorageError, match="truncate"),
+        fsops.observed(observe),
+        create_store(tmp_path / "store", records=RECORDS[:1], schema_files={}),
+    ):
+        pass
+    assert not (tmp_path / "store").exists()
+
+
 def test_a_first_commit_in_doubt_is_taken_back_durably_before_what_it_names(tmp_path: Path) -> None:
     log: list[tuple[str, str]] = []
 
