@@ -49,6 +49,11 @@ TESTS = (  # in this order: what is short and strict comes first
     "tests/crash/test_tiering_retention.py",
     "tests/crash/test_tiering_move.py",
     "tests/crash/test_slot_model.py",
+    "tests/unit/test_tiering_drives.py",
+    "tests/unit/test_checkpoint_prune.py",
+    "tests/conformance/test_kvikio.py",
+    "tests/unit/test_places_of_a_run.py",
+    "tests/crash/test_checkpoint_interrupted.py",
 )
 
 
@@ -335,7 +340,6 @@ REASONS: Mapping[tuple[str, str], str] = {
     ("create_slot", "`fsops.create_file(array"): _WHOLE,
     ("create_slot", "`fsops.symlink"): _WHOLE,
     ("settle_slot", "`fsops.fsync_dir"): "both are durable on return",
-    ("removable", "without `lock.is_held"): "noticed by unit/test_checkpoint_prune.py",
     ("_created", "`for drive in plan"): _TOGETHER,
     ("_created", "`schema = write_schema_files"): _TOGETHER,
     ("_write_marker", "`fsops.fsync_dir(store.parent)"): "both are durable on return",
@@ -351,13 +355,8 @@ REASONS: Mapping[tuple[str, str], str] = {
     ("_copy_data", "`if writing"): "the copy only waits earlier",
     ("_copy_data", "without `writing.result()"): _FAULTS,
     ("_copy_data", "without `writing.exception()"): "closing the drive waits too, and comes first",
-    ("is_held", "without `claim"): "noticed by unit/test_checkpoint_prune.py",
     ("write_all", "`if record.codec"): "an encoded record has no unaligned tail",
     ("_end", "without `self._finish()"): "no transfer ends then, and no test",
-    ("finish", "without `self._file.close()"): "noticed by conformance/test_zarr3_writes.py",
-    ("discard", "without"): "noticed by conformance/test_zarr3_writes.py",
-    ("_claimed", "without `lock.claim"): "noticed by unit/test_tiering_drives.py",
-    ("_claimed", "`yield`"): "noticed by unit/test_tiering_drives.py",
 }
 
 

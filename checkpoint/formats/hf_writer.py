@@ -7,7 +7,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -216,10 +216,8 @@ def _swap(one: Path, other: Path) -> None:
     if fsops.exchange(one, other):
         return
     aside = one.with_name(f"{one.name}.old")
-    fsops.replace(other, aside)
-    try:
-        fsops.replace(one, other)
-    except BaseException:
-        fsops.replace(aside, other)
-        raise
-    fsops.replace(aside, one)
+    with ExitStack() as undo:
+        for old, new in ((other, aside), (one, other), (aside, one)):
+            fsops.replace(old, new)
+            undo.callback(fsops.replace, new, old)
+        undo.pop_all()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -173,6 +174,23 @@ def test_what_is_unfinished_never_shows_and_is_removed(
         with pytest.raises(ValueError, match="the last write ended at 0"):
             backend.write(path, 3999, AFTER[3999:])
     assert path.read_bytes() == file
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_forgetting_returns_when_what_is_unfinished_is_gone(
+    backend: Zarr3Backend, path: Path
+) -> None:
+    removed = []
+
+    def remove_late(action: str, _path: Path) -> None:
+        if action == "remove":
+            time.sleep(0.2)
+            removed.append(True)
+
+    with fsops.observed(remove_late):
+        wait_for(backend.write(path, 0, AFTER[:1500]))
+        backend.forget(path)
+        assert removed
     assert list(path.parent.iterdir()) == [path]
 
 

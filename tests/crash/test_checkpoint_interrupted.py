@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ from checkpoint.export import export_hf
 from tests.support.children import Children
 from tests.support.hf_cli import run
 from tests.support.hf_folders import Tensors, assert_same, load_folder, make_llama
+from tests.support.power_cut_files import Contents, contents
 from tiering import fsops
 from tiering.errors import StorageError
 
@@ -118,15 +121,39 @@ def test_no_failing_step_of_an_export_leaves_half_a_folder(
         assert not list(tmp_path.glob(".out*"))
 
 
-def test_a_failing_export_leaves_the_old_folder_as_it_was(tmp_path: Path, tensors: Tensors) -> None:
+@pytest.mark.parametrize("exchange", [True, False], ids=["exchanged", "no exchange here"])
+def test_a_failing_export_leaves_the_old_folder_or_the_new(
+    tmp_path: Path, tensors: Tensors, exchange: bool
+) -> None:
+    """Also where the file system cannot exchange names; NFS and many FUSE cannot."""
     store, out = tmp_path / "store", tmp_path / "out"
     convert(tmp_path / "model", store)
-    export_hf(store, out)
-    total = count_steps(lambda: export_hf(store, out, overwrite=True))
-    for number in range(1, total + 1):
-        with fsops.observed(fail_at(number)), pytest.raises(StorageError):
-            export_hf(store, out, overwrite=True)
-        assert_same(load_folder(out), tensors)
+
+    def export(fail: fsops.Observer, **options: Any) -> None:
+        def observe(action: str, path: Path) -> None:
+            fail(action, path)
+            if action == "exchange" and not exchange:
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+        with fsops.observed(observe):
+            export_hf(store, out, overwrite=True, **options)
+
+    def export_old() -> Contents:
+        export(lambda *_: None)
+        return contents(out)
+
+    old, steps = export_old(), []
+    export(lambda action, _: steps.append(action), max_shard_size=20_000)
+    new = contents(out)
+    assert new != old == export_old()
+    for number, step in enumerate(steps, start=1):
+        with pytest.raises(StorageError):
+            export(fail_at(number), max_shard_size=20_000)
+        found = contents(out)
+        assert found == old or (found == new and step.startswith("remove")), f"{step} {number}"
+        assert not list(tmp_path.glob(".out*")), f"{step} {number}"
+        if found == new:
+            export_old()
 
 
 def test_a_killed_export_leaves_the_name_free(

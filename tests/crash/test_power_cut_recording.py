@@ -69,13 +69,16 @@ def test_a_backends_write_is_recorded_from_its_submission_to_its_end(
     backend.close()  # type: ignore[attr-defined]
 
 
-def test_a_write_that_fails_is_never_taken_for_durable(tmp_path: Path) -> None:
-    backend = PosixBackend("test", direct=False, writable=True)
+@pytest.mark.parametrize("make", [_posix, _kvikio])
+def test_a_write_that_fails_is_never_taken_for_durable(
+    tmp_path: Path, make: Callable[[Path], Backend]
+) -> None:
+    backend = make(tmp_path)
     recording = Recording(tmp_path)
     with recording.running(), pytest.raises(StorageError):
-        backend.write(tmp_path / "absent", 0, memoryview(b"x")).result()
+        backend.write(tmp_path / "absent", 0, aligned_buffer(4096)).result()
     assert [step.end for step in recording.steps] == [NEVER]
-    backend.close()
+    backend.close()  # type: ignore[attr-defined]
 
 
 @pytest.fixture(name="folder")

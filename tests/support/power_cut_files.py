@@ -24,10 +24,13 @@ SHARDS = tuple(
     OutputShard(file=f"model-0000{n}-of-00002.safetensors", tensors=(tensor,))
     for n, tensor in enumerate(TENSORS, start=1)
 )
-SIDE_FILES = {"config.json": b'{"a": 1}', "code/deep/x.py": b"x", "code/y.py": b"y" * 600}
+SIDE_FILES = {"config.json": b'{"a": 1}', "code/y.py": b"y" * 600, "code/deep/x.py": b"x"}
 
 
-def contents(folder: Path) -> frozenset[tuple[str, bytes]] | None:
+Contents = frozenset[tuple[str, bytes]] | None
+
+
+def contents(folder: Path) -> Contents:
     """Return all files below a folder, or None if there is no folder."""
     if not folder.exists():
         return None

@@ -57,6 +57,12 @@ def test_truncation_leaves_no_second_file(metrics: MetricsLog):
     assert [path.name for path in metrics.path.parent.iterdir()] == ["metrics.jsonl"]
 
 
+def test_a_truncation_that_was_killed_is_in_nobodys_way(metrics: MetricsLog):
+    metrics.path.with_name("metrics.jsonl.new").write_text("killed while it was writ")
+    assert metrics.truncate_after(3) == 3
+    assert steps(metrics) == [1, 2, 3]
+
+
 def test_a_run_without_rows_has_nothing_to_drop(tmp_path: Path):
     log = MetricsLog(tmp_path / "none.jsonl")
     assert log.truncate_after(3) == 0

@@ -160,6 +160,15 @@ def test_a_torn_run_file_is_named(tmp_path, inputs, content):
     assert resume(config.out / "store").out == config.out
 
 
+def test_settings_that_a_kill_left_unfinished_are_in_nobodys_way(tmp_path, inputs):
+    config = run_config(*inputs, tmp_path / "run")
+    config.out.mkdir()
+    (config.out / f"{stores.RUN_FILE}.new").write_text('{"model": "m", "ou')
+    stores.write_run_file(config)
+    assert stores.read_run_file(config.out) == config
+    assert [path.name for path in config.out.iterdir()] == [stores.RUN_FILE]
+
+
 def test_a_store_that_is_there_keeps_its_drives(tmp_path, inputs):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
