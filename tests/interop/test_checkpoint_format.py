@@ -36,7 +36,7 @@ def store(tmp_path: Path, tensors: Tensors) -> Path:
 
 
 def test_the_printed_reader_is_short() -> None:
-    assert len([line for line in code_on_the_page("reader").splitlines() if line.strip()]) <= 45
+    assert len([line for line in code_on_the_page("reader").splitlines() if line.strip()]) <= 30
 
 
 def test_the_printed_reader_reads_the_source_bits(

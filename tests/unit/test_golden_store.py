@@ -17,7 +17,11 @@ from checkpoint.checked import CheckedReader, read_schema
 from checkpoint.schema import Schema
 from checkpoint.verify import verify
 from megatrain.train_state import TrainState
-from tests.support.format_page import code_on_the_page, read_with_the_page
+from tests.support.format_page import (
+    code_on_the_page,
+    fault_of_the_page,
+    read_with_the_page,
+)
 from tests.support.golden import (
     RETAIN,
     SCHEMA,
@@ -30,6 +34,7 @@ from tests.support.golden import (
 )
 from tests.support.hf_cli import run
 from tests.support.tiering_stores import put
+from tiering.generations import read_root
 from tiering.store import StoreReader, open_reader, open_writer
 
 NEWEST = 3
@@ -109,7 +114,7 @@ def test_it_goes_on_being_written(store):
 
 @pytest.mark.parametrize("role", ["weights", "master", "exp_avg", "exp_avg_sq"])
 def test_the_printed_reader_reads_it(tmp_path, role):
-    found = read_with_the_page(STORE, role, tmp_path, checked=True)
+    found = read_with_the_page(STORE, role, tmp_path)
     wanted = {
         tensor.name: content(record, NEWEST)[tensor.offset : tensor.end].tobytes()
         for record in records()
@@ -117,6 +122,16 @@ def test_the_printed_reader_reads_it(tmp_path, role):
         for tensor in SCHEMA.unit(record.name.rpartition(".")[0]).tensors
     }
     assert {name: values.tobytes() for name, values in found.items()} == wanted
+
+
+def test_the_printed_comparison_of_checksums_finds_a_flipped_bit(store):
+    assert not fault_of_the_page(store)
+    root = read_root(store)
+    shard = store / "slots" / str(root.latest.slot) / "layer.000.exp_avg" / "c" / "0"
+    data = bytearray(shard.read_bytes())
+    data[0] ^= 1
+    shard.write_bytes(data)
+    assert fault_of_the_page(store).endswith("layer.000.exp_avg: chunk 0\n")
 
 
 @pytest.mark.parametrize("slot", [1, 2])
