@@ -133,7 +133,10 @@ class Trials:
         start(place, self.tests_of(change), "fail")
 
     def tests_of(self, change: Change) -> list[str]:
-        """Return the tests that run a function, those that noticed most and fastest first."""
+        """Return the tests that run a function, those that noticed most and fastest first.
+
+        What the processes that a test starts may run comes last.
+        """
         key = f"{change.file}:{change.function}"
         kills = self.kills
         found = [t for t, about in self.covered.items() if key in about["ran"] or about["forked"]]
@@ -141,7 +144,8 @@ class Trials:
         def order(test: str) -> tuple[float, ...]:
             file = test.partition("::")[0]
             noticed = (-kills[key, test], -kills[change.file, test])
-            return (*noticed, TESTS.index(file), self.covered[test]["took"])
+            about = self.covered[test]
+            return (*noticed, key not in about["ran"], TESTS.index(file), about["took"])
 
         return sorted(found, key=order)
 
@@ -267,8 +271,9 @@ class Learner(Reporter):
     def _fork(self) -> None:
         self.forked = True
 
-    def _audit(self, event: str, _arguments: object) -> None:
-        self.forked |= event == "subprocess.Popen"
+    def _audit(self, event: str, arguments: Sequence[Any]) -> None:
+        if event == "subprocess.Popen":  # not mount and the like: they run nothing of ours
+            self.forked |= Path(os.fsdecode(arguments[0])).name.startswith("python")
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.ran, self.forked, self.begin = set(), False, time.process_time()
