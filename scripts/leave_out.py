@@ -362,6 +362,10 @@ REASONS: Mapping[tuple[str, str], str] = {
     ("_copy_data", "without `writing.exception()"): "closing the drive waits too, and comes first",
     ("write_all", "`if record.codec"): "an encoded record has no unaligned tail",
     ("_end", "without `self._finish()"): "no transfer ends then, and no test",
+    ("_settle", "`self._try_without_device"): "what failed is tried twice, with the same end",
+    ("sync", "`fsops.fsync_dir(self.path.parent)"): "both are durable on return",
+    ("write_folder", "`for name, data in side_files"): _TOGETHER,
+    ("write_folder", "`if len(shards) > 1"): _TOGETHER,
 }
 
 
