@@ -80,6 +80,7 @@ def train(config: RunConfig, observer: RunObserver, stop: Stop) -> Outcome:
         schema = read_schema(store)
         _require_no_unfinished(store, schema)
         stores.require_same_drives(config, store)
+        stores.require_same_tier(config, store)
         _require_fresh_out(config, store)
         if inputs is None:
             inputs = _inputs(store, schema, config, stack)

@@ -332,6 +332,26 @@ def require_same_drives(config: RunConfig, store: StoreWriter) -> None:
         )
 
 
+def require_same_tier(config: RunConfig, store: StoreWriter) -> None:
+    """Refuse a ``store.tier`` that a store does not have: its shards stay as they were made."""
+    given = config.store.model_fields_set
+    if "tier" not in given:
+        return
+    found = {record.codec for record in store.records.values()}
+    plain = config.store.tier == "nvme"
+    if plain:
+        fits = found == {None}
+    else:
+        fits = None not in found and ("codec" not in given or found == {config.store.codec})
+    if not fits:
+        kinds = ", ".join(sorted(codec or "plain" for codec in found))
+        raise RefusedError(
+            f"store.tier: {store.path} is there already, with other shards ({kinds}); leave "
+            f"store.tier out, or change them with: megatrain-ckpt shard {store.path} --tier "
+            + ("nvme" if plain else f"zarr --codec {config.store.codec}")
+        )
+
+
 def _listed(folders: list[Path]) -> str:
     return ", ".join(map(str, folders))
 

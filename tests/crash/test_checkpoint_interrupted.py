@@ -106,9 +106,7 @@ def test_an_interrupted_conversion_leaves_nothing(tmp_path: Path, tensors: Tenso
     assert list(drive.iterdir()) == []
 
 
-def test_no_failing_step_of_an_export_leaves_anything(
-    tmp_path: Path, tensors: Tensors
-) -> None:
+def test_no_failing_step_of_an_export_leaves_anything(tmp_path: Path, tensors: Tensors) -> None:
     store, out = tmp_path / "store", tmp_path / "out"
     convert(tmp_path / "model", store)
     total = count_steps(lambda: export_hf(store, tmp_path / "first", max_shard_size=20_000))

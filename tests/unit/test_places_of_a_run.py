@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from checkpoint.recode import Cut, recode
 from megatrain import run, stores
 from megatrain.ckpt_cli import cli as ckpt
 from megatrain.cli import cli
@@ -180,6 +181,22 @@ def test_a_store_that_is_there_keeps_its_drives(tmp_path, inputs):
     with pytest.raises(RefusedError, match=r"store\.drives: .* is there already, on .*/a; "):
         train(other)
     assert not other.out.exists()
+
+
+def test_a_store_that_is_there_keeps_its_tier(tmp_path, inputs):
+    train(run_config(*inputs, tmp_path / "first", store__tier="zarr", store__codec="zstd"))
+    store, data = tmp_path / "first" / "store", inputs[1]
+    train(run_config(store, data, tmp_path / "second", store__tier="zarr"))
+    train(run_config(store, data, tmp_path / "third"))
+    for key, value in (("tier", "nvme"), ("codec", "blosc-lz4-bitshuffle")):
+        other = run_config(
+            store, data, tmp_path / "fourth", **{"store__tier": "zarr", f"store__{key}": value}
+        )
+        with pytest.raises(RefusedError, match=r"store\.tier: .* other shards \(zstd\); leave"):
+            train(other)
+        assert not other.out.exists()
+    recode(store, Cut(codec=""))
+    train(run_config(store, data, tmp_path / "fourth", store__tier="nvme"))
 
 
 def test_a_stop_during_the_conversion_ends_it_and_leaves_nothing(tmp_path, inputs, monkeypatch):
