@@ -330,7 +330,6 @@ def plain(message: str) -> str:
 _LOCAL = "the calls do not depend on each other, and nothing durable lies between them"
 _TOGETHER = "one sync makes both durable before anything names them"
 _WHOLE = "a slot is whole by its last file; what comes before that is made durable by one sync"
-_FAULTS = "noticed by crash/test_faults.py, which takes a minute"
 
 # by the end of the function's name and the beginning of the change
 REASONS: Mapping[tuple[str, str], str] = {
@@ -350,7 +349,6 @@ REASONS: Mapping[tuple[str, str], str] = {
     ("_created", "`schema = write_schema_files"): _TOGETHER,
     ("_write_marker", "`fsops.fsync_dir(store.parent)"): "both are durable on return",
     ("_dismantle", "`for name in _PARTS"): "the marker names both, and goes last",
-    ("_abandon", "without `fsops.unlink(store / ROOT)"): _FAULTS,
     ("write_schema_files", "`fsops.create_file"): _TOGETHER,
     ("clear_remains", "`for drive in unlisted"): _LOCAL,
     ("clear_remains", "`fsops.unlink(self._store / NEW_LINK"): _LOCAL,
@@ -359,7 +357,6 @@ REASONS: Mapping[tuple[str, str], str] = {
         "without `fsops.unlink(self._store",
     ): "the next link removes it too",
     ("_copy_data", "`if writing"): "the copy only waits earlier",
-    ("_copy_data", "without `writing.result()"): _FAULTS,
     ("_copy_data", "without `writing.exception()"): "closing the drive waits too, and comes first",
     ("write_all", "`if record.codec"): "an encoded record has no unaligned tail",
     ("_end", "without `self._finish()"): "no transfer ends then, and no test",

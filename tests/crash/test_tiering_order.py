@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,11 +21,15 @@ from tests.support.tiering_stores import (
     small_chunks,
 )
 from tiering import fsops
+from tiering.backends.posix import File, PosixBackend
+from tiering.copying import Copier
 from tiering.drive import Drive
 from tiering.drives import create_drive, drop_drive, replace_link
 from tiering.errors import StorageError
 from tiering.generations import MARKER
 from tiering.moving import move_store
+from tiering.records import ALIGNMENT
+from tiering.slots import Shard
 from tiering.store import create_store, open_reader, open_writer
 
 
@@ -146,6 +151,34 @@ def test_a_copy_that_fails_takes_no_room(store: Path, tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="fsync"), fsops.observed(observe):
         move_store(store, [tmp_path / "c"], measure=equal_rates)
     assert list((tmp_path / "c").glob("*/*")) == list((tmp_path / "c").glob("*/drive.json"))
+
+
+@pytest.mark.parametrize("page", [0, 1, 2])
+def test_no_failed_write_of_a_copy_is_lost_among_those_that_succeed(
+    tmp_path: Path, page: int
+) -> None:
+    class Failing(PosixBackend):
+        def write(self, path: File, offset: int, data: memoryview) -> Future[int]:
+            if offset != page * ALIGNMENT:
+                return super().write(path, offset, data)
+            failed: Future[int] = Future()
+            failed.set_exception(StorageError("write", tmp_path, errno=errno.EIO, offset=offset))
+            return failed
+
+    (tmp_path / "from").write_bytes(os.urandom(4 * ALIGNMENT))
+    backends = {
+        0: PosixBackend("from", direct=False, writable=False),
+        1: Failing("to", direct=False, writable=True),
+    }
+    source, target = (Shard(drive=n, path=tmp_path / name) for n, name in enumerate(("from", "to")))
+    with (
+        Copier(backends, memoryview(bytearray(2 * ALIGNMENT))) as copier,
+        pytest.raises(StorageError, match="cannot write") as caught,
+    ):
+        copier.copy(source, target, on_bytes=lambda _: None)
+    assert caught.value.offset == page * ALIGNMENT
+    for backend in backends.values():
+        backend.close()
 
 
 def test_a_creation_that_is_given_up_is_locked_until_nothing_else_of_it_is_left(
