@@ -1,14 +1,16 @@
-"""Real file systems without room: refused before the first step, or gone on with when there is."""
+"""Real file systems without room, or that fail: refused, or gone on with when they are well."""
 
 from __future__ import annotations
 
 import os
 import resource
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from megatrain.trainer import Row
 from tests.support.children import Children, Ended
 from tests.support.loops import Mount, loop_mount
 from tests.support.programs import content
@@ -157,3 +159,44 @@ def test_a_drive_that_keeps_no_promise_of_room_is_named(
     said = " ".join(ended.err.split())
     assert f"{mount.point}/megatrain-" in said
     assert "is copy-on-write: reserved blocks do not keep" in said
+
+
+def test_a_run_whose_drive_the_kernel_made_read_only_goes_on_when_it_is_repaired(
+    tmp_path: Path, children: Children, inputs: tuple[Path, Path]
+) -> None:
+    with loop_mount(tmp_path, nbytes=SMALL, options="errors=remount-ro") as mount:
+        trigger = Path("/sys/fs/ext4", mount.device.name, "trigger_fs_error")
+        if not os.access(trigger, os.W_OK):
+            pytest.skip("ext4 cannot be told here to fail")
+        run_file = write_run(inputs, tmp_path / "run", mount.point)
+        ended = children.run(
+            ["tests.crash.test_full_drives:broken_after_two_steps", trigger, "train", run_file]
+        )
+        last = ended.err.splitlines()[-1]
+        assert ended.code == 5, ended.err
+        assert last.startswith("error: cannot ")
+        assert f" {mount.point}/megatrain-" in last
+        assert last.endswith(("Read-only file system", "Input/output error"))
+        assert content(tmp_path / "run" / "store")["step"] in (1, 2)
+        subprocess.run(["umount", mount.point], check=True)
+        subprocess.run(["fsck.ext4", "-y", mount.device], capture_output=True)
+        subprocess.run(["mount", mount.device, mount.point], check=True)
+        ended = children.run(["megatrain-ckpt", "resume", tmp_path / "run"])
+        assert ended.code == 0, ended.err
+        assert outcome(tmp_path / "run") == undisturbed(children, inputs, tmp_path)
+
+
+def broken_after_two_steps(trigger: str, *words: str) -> None:
+    """Run a command whose file system meets an error of its own when the second step is made."""
+    from megatrain import progress
+    from megatrain.cli import cli
+
+    on_step = progress.Terminal.on_step
+
+    def on_step_and_break(terminal: progress.Terminal, row: Row) -> None:
+        on_step(terminal, row)
+        if row["step"] == 2:
+            Path(trigger).write_text("broken by a test")
+
+    progress.Terminal.on_step = on_step_and_break  # type: ignore[method-assign]
+    cli(words)
