@@ -53,10 +53,8 @@ class MetricsLog:
             return 0
         kept = [row for row in self._rows() if row["step"] <= step]
         fresh = self.path.with_name(self.path.name + ".new")
-        fsops.unlink(fresh, missing_ok=True)
-        fsops.write_file(fresh, b"".join(json.dumps(row).encode() + b"\n" for row in kept))
-        fsops.replace(fresh, self.path)
-        fsops.fsync_dir(self.path.parent)
+        rows = b"".join(json.dumps(row).encode() + b"\n" for row in kept)
+        fsops.replace_file(self.path, rows, fresh=fresh)
         return len(kept)
 
     def _rows(self) -> Iterator[Row]:

@@ -185,11 +185,7 @@ def write_run_file(config: RunConfig) -> None:
 
 def _write(folder: Path, name: str, text: str) -> None:
     fsops.make_dirs(folder)
-    fresh = folder / f"{name}.new"
-    fsops.unlink(fresh, missing_ok=True)
-    fsops.write_file(fresh, text.encode())
-    fsops.replace(fresh, folder / name)
-    fsops.fsync_dir(folder)
+    fsops.replace_file(folder / name, text.encode(), fresh=folder / f"{name}.new")
 
 
 # -- making ------------------------------------------------------------------------------------

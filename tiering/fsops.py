@@ -168,6 +168,18 @@ def write_file(path: Path, data: bytes) -> None:
             os.fsync(fd)
 
 
+def replace_file(path: Path, data: bytes, *, fresh: Path) -> None:
+    """Give ``path`` exactly ``data``, in one step; durable when this returns.
+
+    ``fresh``, in the same folder, is the name of the new content until then. What a kill left
+    there is removed.
+    """
+    unlink(fresh, missing_ok=True)
+    write_file(fresh, data)
+    replace(fresh, path)
+    fsync_dir(path.parent)
+
+
 def create_file(path: Path, data: bytes) -> None:
     """Create ``path`` with exactly ``data``, durable after a ``sync_drive``."""
     with _descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, "create") as fd:

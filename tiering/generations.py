@@ -116,11 +116,8 @@ def publish(store: Path, root: Root, manifest: bytes, table: bytes) -> None:
 
 def replace_root(store: Path, root: Root) -> None:
     """Make ``root`` visible and durable; what it names is durable already."""
-    temporary = store / f"{ROOT}.new"
-    fsops.unlink(temporary, missing_ok=True)
-    fsops.write_file(temporary, root.encode())
-    fsops.replace(temporary, store / ROOT)
-    fsops.fsync_dir(store)  # only now may the slot of a dropped generation be overwritten
+    # Only when this has returned may the slot of a dropped generation be overwritten.
+    fsops.replace_file(store / ROOT, root.encode(), fresh=store / f"{ROOT}.new")
 
 
 def reap(store: Path, listed: Collection[int]) -> dict[Path, int]:

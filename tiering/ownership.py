@@ -147,10 +147,5 @@ def require_own_files(drives: Sequence[Drive]) -> None:
 
 
 def _relabel(drive: Drive, label: bytes) -> None:
-    if read_small(drive.label) == label:
-        return
-    fresh = unfinished_label(drive.folder)
-    fsops.unlink(fresh, missing_ok=True)
-    fsops.write_file(fresh, label)
-    fsops.replace(fresh, drive.label)
-    fsops.fsync_dir(drive.folder)
+    if read_small(drive.label) != label:
+        fsops.replace_file(drive.label, label, fresh=unfinished_label(drive.folder))

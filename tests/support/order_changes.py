@@ -31,6 +31,7 @@ FILES = (
     "tiering/copying.py",
     "tiering/space.py",
     "tiering/lock.py",
+    "tiering/ownership.py",
     "tiering/reader.py",
     "tiering/recordio.py",
     "tiering/backends/posix.py",
@@ -48,6 +49,7 @@ FILES = (
 
 SYNCS = {"fsync_file", "fsync_open", "fsync_dir", "sync_drive", "fsync", "fdatasync", "syncfs"}
 NAMES = {"replace", "exchange", "symlink", "unlink", "remove_dir", "remove_tree", "finish"}
+NAMES |= {"replace_file"}
 BYTES = {"write_file", "create_file", "create_sparse", "make_dir", "truncate", "reserve"}
 WAITS = {"result", "exception", "ended"}
 LOCKS = {  # what stands for a lock that is not taken
@@ -204,8 +206,11 @@ def leave_out(block: list[ast.stmt], number: int, place: int) -> str:
     statement = block[number]
     call = list(own_calls(statement))[place]
     text, name = short(call), callee(call)
-    if name == "write_file" and isinstance(call.func, ast.Attribute):
-        call.func.attr = "create_file"
+    if name == "write_file":
+        if isinstance(call.func, ast.Attribute):
+            call.func.attr = "create_file"
+        else:
+            call.func = ast.Name("create_file", ast.Load())
         return f"`{text}` without its fsync"
     if name in LOCKS:
         arguments = [ast.unparse(argument) for argument in call.args]
