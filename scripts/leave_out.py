@@ -50,6 +50,7 @@ TESTS = (  # in this order: what is short and strict comes first
     "tests/crash/test_tiering_move.py",
     "tests/crash/test_slot_model.py",
     "tests/unit/test_tiering_drives.py",
+    "tests/unit/test_tiering_ownership.py",
     "tests/unit/test_recode.py",
     "tests/unit/test_checkpoint_prune.py",
     "tests/conformance/test_kvikio.py",

@@ -98,6 +98,17 @@ def test_what_writes_refuses_a_copy_that_shares_a_drive(
     _assert_step(copy, 1)  # to read it harms nobody
 
 
+def test_a_copy_with_drives_of_its_own_is_not_led_to_those_of_the_store(place: Path) -> None:
+    copy = _copy(_make(place))
+    for name in "pq":
+        shutil.copytree(_folder(place, name), place / f"copy of {name}")
+    attach_drives(copy, [place / "copy of p", place / "copy of q"])
+    before = _everything(place)
+    with pytest.raises(RefusedError, match=r"/copy is a copy of .*/store, and both have their"):
+        attach_drives(copy, [place / "p"])
+    assert _everything(place) == before
+
+
 def test_a_link_to_the_shards_of_the_store_is_shared_by_its_copy(place: Path) -> None:
     store = make_store(place / "store")
     (store / "shards").rename(place / "p/elsewhere")
