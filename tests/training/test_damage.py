@@ -116,7 +116,8 @@ def refused(command: object, *arguments: object) -> str:
 @pytest.mark.parametrize("tier", CODECS)
 def test_train_ends_with_3_at_a_flipped_bit_and_has_committed_nothing(tmp_path, tier):
     store = tmp_path / "store"
-    config = run_config(store, token_rows(tmp_path / "rows"), tmp_path / "run", memory__resident=1)
+    data, settings = token_rows(tmp_path / "rows"), {"memory__resident": 1, "store__tier": tier}
+    config = run_config(store, data, tmp_path / "run", **settings)
     (tmp_path / "run.yaml").write_text(json.dumps(config.model_dump(mode="json")))
     with small_chunks():
         convert(tiny_llama(tmp_path / "m", num_hidden_layers=1), store, codec=CODECS[tier])
