@@ -28,16 +28,18 @@ def main() -> None:
     parser.add_argument("scenarios", nargs="*", default=list(EVERYTHING), help="default: all")
     parser.add_argument("--needed", action="store_true", help="leave out each sync in turn")
     parser.add_argument("--quick", action="store_true", help="fewer images")
+    parser.add_argument("--no-kills", action="store_true", help="no kill before the cut")
     arguments = parser.parse_args()
     logging.disable(logging.CRITICAL)
     for name in arguments.scenarios:
         if arguments.needed:
             show_needed(name)
         else:
-            show_counts(name, QUICK if arguments.quick else THOROUGH)
+            kills = name in SCENARIOS and not arguments.no_kills
+            show_counts(name, QUICK if arguments.quick else THOROUGH, kills=kills)
 
 
-def show_counts(name: str, bounds: Bounds) -> None:
+def show_counts(name: str, bounds: Bounds, *, kills: bool) -> None:
     """Print how many images there were, and each kind of violation once."""
     begin = time.process_time()
     with workplace() as place:
@@ -45,7 +47,7 @@ def show_counts(name: str, bounds: Bounds) -> None:
         search = Search(check=scenario.check, bounds=bounds, collect=True)
         recording = scenario.record()
         count = search.run(History(recording))
-        if name in SCENARIOS:
+        if kills:
             resume_everywhere(scenario, recording, search)
     print(f"{name}: {count}, {time.process_time() - begin:.0f} s", flush=True)
     kinds = collections.Counter(plain(str(v.error)) for v in search.violations)
