@@ -69,7 +69,9 @@ def main() -> None:
         "--learned", type=Path, help="keep here which tests run what; remove it when they change"
     )
     arguments = parser.parse_args()
-    changes = [c for c in all_changes() if c.is_one_of(arguments.names)]
+    known = list(all_changes())
+    require_one_change_for_each_reason(known)
+    changes = [c for c in known if c.is_one_of(arguments.names)]
     if arguments.list:
         for change in changes:
             print(f"{change.where}: {change.text}")
@@ -332,16 +334,28 @@ _LOCAL = "the calls do not depend on each other, and nothing durable lies betwee
 _TOGETHER = "one sync makes both durable before anything names them"
 _WHOLE = "a slot is whole by its last file; what comes before that is made durable by one sync"
 
-# by the end of the function's name and the beginning of the change
+# by the function and the beginning of the change
 REASONS: Mapping[tuple[str, str], str] = {
     ("make_dirs", "`for folder in missing"): "all of it is durable on return, nothing is in it yet",
     ("sync_drive", "`os.fdatasync"): "matters where a syncfs with an empty log flushes no cache",
-    ("resume", "`fsops.unlink(self.path / MARKER"): _LOCAL,
-    ("resume", "`self._slots.find()`"): "only which damaged slot is warned of depends on it",
-    ("fit_slots", "`self.ensure_slots"): "the slots are the same; the one first needs less room",
-    ("recast", "`self.drop_free_slots"): "the slots are the same; the one first waits for readers",
-    ("begin", "`if self._reserving"): "both come before the first byte is written to the slot",
-    ("_publish", "`self._take_root"): _LOCAL,
+    ("StoreWriter.resume", "`fsops.unlink(self.path / MARKER"): _LOCAL,
+    (
+        "StoreWriter.resume",
+        "`self._slots.find()`",
+    ): "only which damaged slot is warned of depends on it",
+    (
+        "StoreWriter.fit_slots",
+        "`self.ensure_slots",
+    ): "the slots are the same; the one first needs less room",
+    (
+        "StoreWriter.recast",
+        "`self.drop_free_slots",
+    ): "the slots are the same; the one first waits for readers",
+    (
+        "StoreWriter.begin",
+        "`if self._reserving",
+    ): "both come before the first byte is written to the slot",
+    ("StoreWriter._publish", "`self._take_root"): _LOCAL,
     ("create_slot", "`for shard, number"): _WHOLE,
     ("create_slot", "`fsops.create_file(array"): _WHOLE,
     ("create_slot", "`fsops.symlink"): _WHOLE,
@@ -350,19 +364,25 @@ REASONS: Mapping[tuple[str, str], str] = {
     ("_created", "`schema = write_schema_files"): _TOGETHER,
     ("_write_marker", "`fsops.fsync_dir(store.parent)"): "both are durable on return",
     ("_dismantle", "`for name in _PARTS"): "the marker names both, and goes last",
-    ("write_schema_files", "`fsops.create_file"): _TOGETHER,
-    ("clear_remains", "`for drive in unlisted"): _LOCAL,
-    ("clear_remains", "`fsops.unlink(self._store / NEW_LINK"): _LOCAL,
+    ("write_schema_files", "`fsops.create_file(_index_path"): _TOGETHER,
+    ("_Mover.clear_remains", "`for drive in unlisted"): _LOCAL,
+    ("_Mover.clear_remains", "`fsops.unlink(self._store / NEW_LINK"): _LOCAL,
     (
-        "clear_remains",
+        "_Mover.clear_remains",
         "without `fsops.unlink(self._store",
     ): "the next link removes it too",
-    ("_copy_data", "`if writing"): "the copy only waits earlier",
-    ("_copy_data", "without `writing.exception()"): "closing the drive waits too, and comes first",
-    ("write_all", "`if record.codec"): "an encoded record has no unaligned tail",
-    ("_end", "without `self._finish()"): "no transfer ends then, and no test",
-    ("_settle", "`self._try_without_device"): "what failed is tried twice, with the same end",
-    ("sync", "`fsops.fsync_dir(self.path.parent)"): "both are durable on return",
+    ("Copier._copy_data", "`if writing"): "the copy only waits earlier",
+    (
+        "Copier._copy_data",
+        "without `writing.exception()",
+    ): "closing the drive waits too, and comes first",
+    ("RecordFiles.write_all", "`if record.codec"): "an encoded record has no unaligned tail",
+    ("_Request._end", "without `self._finish()"): "no transfer ends then, and no test",
+    (
+        "KvikioBackend._settle",
+        "`self._try_without_device",
+    ): "what failed is tried twice, with the same end",
+    ("MetricsLog.sync", "`fsops.fsync_dir(self.path.parent)"): "both are durable on return",
     ("write_folder", "`for name, data in side_files"): _TOGETHER,
     ("write_folder", "`if len(shards) > 1"): _TOGETHER,
 }
@@ -371,10 +391,17 @@ REASONS: Mapping[tuple[str, str], str] = {
 def reason(change: Change) -> str:
     """Return why a change may be made, or NOTHING."""
     for (function, beginning), text in REASONS.items():
-        named = change.function.rpartition(".")[2] == function
-        if named and change.text.startswith(beginning):
+        if change.function == function and change.text.startswith(beginning):
             return text
     return "NOTHING"
+
+
+def require_one_change_for_each_reason(changes: Sequence[Change]) -> None:
+    """Exit if a reason excuses nothing any more, or more than what it was written for."""
+    for function, beginning in REASONS:
+        found = [c for c in changes if c.function == function and c.text.startswith(beginning)]
+        if len(found) != 1:
+            sys.exit(f"the reason for {function}, {beginning}, is one for {len(found)} changes")
 
 
 if __name__ == "__main__":

@@ -48,8 +48,10 @@ FILES = (
 # -- what is a step --------------------------------------------------------------------------------
 
 SYNCS = {"fsync_file", "fsync_open", "fsync_dir", "sync_drive", "fsync", "fdatasync", "syncfs"}
-NAMES = {"replace", "exchange", "symlink", "unlink", "remove_dir", "remove_tree", "finish"}
-NAMES |= {"replace_file"}
+NAMES = {
+    *("replace", "replace_file", "exchange", "symlink"),
+    *("unlink", "remove_dir", "remove_tree", "finish"),
+}
 BYTES = {"write_file", "create_file", "create_sparse", "make_dir", "truncate", "reserve"}
 WAITS = {"result", "exception", "ended"}
 LOCKS = {  # what stands for a lock that is not taken
